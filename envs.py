@@ -1,0 +1,457 @@
+"""Tasks (what an episode is) and the rollout engine (how many episodes run fast).
+
+A task is section 3.1 of the paper: a robot, a reward and a behaviour descriptor. `ant-omni` and
+`halfcheetah-uni` are the paper's, on Brax; `point-omni` is an analytic stand-in that compiles in a
+second and goes through the very same code. Episodes have a fixed length and never end early.
+
+The engine plays every policy for several episodes. The physics is nearly the whole cost of a search,
+and on a CPU how it is batched decides the speed: small chunks of episodes stay in the cache, one chunk
+after another on each device, all devices at once. Results depend on the keys alone.
+
+Reads in this order: configuration, `State` and `Task`, the tasks, one episode, many episodes.
+"""
+
+import contextlib
+import functools
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+
+from runs import UserError
+
+BACKENDS = ("spring", "positional", "generalized", "mjx")
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """What is played."""
+
+    task: str = "halfcheetah-uni"
+    length: int = 250  # steps of an episode
+    backend: str = "spring"  # brax physics; the descendant of what the paper ran on
+    reach: float = (
+        0.0  # omni tasks: descriptors lie in [-reach, reach]²; 0: the task's own (Ant: 15)
+    )
+
+
+class State(eqx.Module):
+    """One moment of one episode."""
+
+    physics: PyTree
+    observation: Float[Array, " observation"]
+    reward: Float[Array, ""]  # of the step that led here
+    descriptor: Float[Array, " descriptor"]  # of the episode as if it ended here
+    time: Int[Array, ""]  # steps played
+
+
+class Task(eqx.Module):
+    """What the pipeline needs to know about a task. Written for one episode; the engine batches."""
+
+    length: eqx.AbstractVar[int]
+    observation_size: eqx.AbstractVar[int]
+    action_size: eqx.AbstractVar[int]
+    low: eqx.AbstractVar[tuple[float, ...]]  # bounds of the descriptor space
+    high: eqx.AbstractVar[tuple[float, ...]]
+    dt: eqx.AbstractVar[float]  # seconds per step
+    worst_reward: eqx.AbstractVar[
+        float
+    ]  # lower bound of a step's reward, the offset of the QD score
+
+    def reset(self, key: Key[Array, ""]) -> State:
+        raise NotImplementedError
+
+    def step(self, state: State, action: Float[Array, " action"]) -> State:
+        raise NotImplementedError
+
+    @property
+    def descriptor_size(self) -> int:
+        return len(self.low)
+
+
+# --- the analytic task ------------------------------------------------------------------------------
+
+
+class PointOmni(Task):
+    """A point with inertia and drag on the plane, steered by its acceleration, as `ant-omni` is.
+
+    Like the ant it does not see where it is, only how it moves. The start is random: a policy that
+    amplifies its first velocity ends somewhere else every time, one that damps it comes back.
+    """
+
+    length: int
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    observation_size: int = 2
+    action_size: int = 2
+    dt: float = 0.1
+    worst_reward: float = -(2**0.5)  # −‖a‖₂ with both actions at their limit
+
+    def __init__(self, config: TaskConfig):
+        self.length = config.length
+        reach = config.reach or 4.0
+        self.low, self.high = (-reach, -reach), (reach, reach)
+
+    def reset(self, key: Key[Array, ""]) -> State:
+        position, velocity = 0.1 * jax.random.normal(key, (2, 2))
+        return self._state(position, velocity, jnp.zeros(()), jnp.zeros((), int))
+
+    def step(self, state: State, action: Float[Array, " action"]) -> State:
+        position, velocity = state.physics
+        velocity = velocity + self.dt * (action - velocity)
+        position = position + self.dt * velocity
+        return self._state(position, velocity, -norm(action), state.time + 1)
+
+    def _state(self, position: Array, velocity: Array, reward: Array, time: Array) -> State:
+        descriptor = jnp.clip(position, jnp.array(self.low), jnp.array(self.high))
+        return State((position, velocity), velocity, reward, descriptor, time)
+
+
+# --- brax tasks -------------------------------------------------------------------------------------
+
+
+class BraxTask(Task):
+    """A brax robot with the paper's reward and descriptor in place of brax's own reward and end.
+
+    A further task is a subclass that names a `robot` and a line in `TASKS`.
+    """
+
+    robot: ClassVar[str]
+
+    env: Any = eqx.field(static=True)
+    length: int
+    observation_size: int
+    action_size: int
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    dt: float
+    worst_reward: float
+
+    def __init__(self, config: TaskConfig):
+        self.env = _brax_environment(self.robot, config.backend)
+        self.length = config.length
+        self.observation_size = int(self.env.observation_size)
+        self.action_size = int(self.env.action_size)
+        self.dt = float(self.env.dt)
+        self.low, self.high = self.bounds(config)
+        self.worst_reward = self.lowest_reward()
+
+    def bounds(self, config: TaskConfig) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        raise NotImplementedError
+
+    def lowest_reward(self) -> float:
+        raise NotImplementedError
+
+    def reward(self, before: Any, after: Any, action: Float[Array, " action"]) -> Float[Array, ""]:
+        raise NotImplementedError
+
+    def describe(self, physics: Any, before: Float[Array, " d"], time: Array) -> Array:
+        """The descriptor of the episode so far, given the one a step before."""
+        raise NotImplementedError
+
+    def reset(self, key: Key[Array, ""]) -> State:
+        start = self.env.reset(key)
+        nothing = jnp.zeros(self.descriptor_size)
+        return State(
+            start.pipeline_state, start.obs, jnp.zeros(()), nothing, jnp.zeros((), jnp.int32)
+        )
+
+    def step(self, state: State, action: Float[Array, " action"]) -> State:
+        before = state.physics
+        physics = self.env.pipeline_step(before, action)
+        time = state.time + 1
+        return State(
+            physics,
+            self.env._get_obs(physics),
+            self.reward(before, physics, action),
+            self.describe(physics, state.descriptor, time),
+            time,
+        )
+
+
+class OmniTask(BraxTask):
+    """Go anywhere with little effort (equation 2): the descriptor is where the torso ends."""
+
+    own_reach: ClassVar[float]
+
+    def bounds(self, config: TaskConfig) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        reach = config.reach or self.own_reach
+        return (-reach, -reach), (reach, reach)
+
+    def lowest_reward(self) -> float:
+        return -(self.action_size**0.5)
+
+    def reward(self, before: Any, after: Any, action: Float[Array, " action"]) -> Float[Array, ""]:
+        return -norm(action)
+
+    def describe(self, physics: Any, before: Float[Array, " d"], time: Array) -> Array:
+        return jnp.clip(physics.x.pos[0, :2], jnp.array(self.low), jnp.array(self.high))
+
+
+class UniTask(BraxTask):
+    """Run forward with little effort (equation 3): how long each foot is on the ground."""
+
+    feet: ClassVar[tuple[str, ...]]
+    slowest: ClassVar[float]  # m/s, about the fastest that the robot falls backwards
+
+    def bounds(self, config: TaskConfig) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        if config.reach:
+            raise UserError(f"reach is a setting of the omni tasks; {config.task} has none.")
+        return (0.0,) * len(self.feet), (1.0,) * len(self.feet)
+
+    def lowest_reward(self) -> float:
+        return -self.slowest - self.action_size**0.5
+
+    def reward(self, before: Any, after: Any, action: Float[Array, " action"]) -> Float[Array, ""]:
+        return (after.x.pos[0, 0] - before.x.pos[0, 0]) / self.dt - norm(action)
+
+    def describe(self, physics: Any, before: Float[Array, " d"], time: Array) -> Array:
+        touching = self.feet_on_ground(physics).astype(before.dtype)
+        return before + (touching - before) / time  # running mean
+
+    def feet_on_ground(self, physics: Any) -> Bool[Array, " feet"]:
+        from brax import contact
+
+        found = contact.get(self.env.sys, physics.x)
+        assert found is not None, "a robot that runs has contacts"
+        touching = found.dist <= 0
+        links = [self.env.sys.link_names.index(foot) for foot in self.feet]
+        of_foot = jnp.array([(found.link_idx[0] == i) | (found.link_idx[1] == i) for i in links])
+        return (of_foot & touching).any(axis=1)
+
+
+class AntOmni(OmniTask):
+    robot, own_reach = "ant", 15.0
+
+
+class HalfcheetahUni(UniTask):
+    robot, feet, slowest = "halfcheetah", ("bfoot", "ffoot"), 7.0
+
+
+TASKS: dict[str, Callable[[TaskConfig], Task]] = {
+    "point-omni": PointOmni,
+    "ant-omni": AntOmni,
+    "halfcheetah-uni": HalfcheetahUni,
+}
+
+
+@functools.cache
+def make_task(config: TaskConfig) -> Task:
+    """The task of a config. The same config gives the same object, so that nothing compiles twice."""
+    if config.task not in TASKS:
+        raise UserError(f"unknown task {config.task!r}; there are {', '.join(TASKS)}.")
+    if config.length < 1:
+        raise UserError(f"the episode length must be at least 1, not {config.length}.")
+    if config.backend not in BACKENDS:
+        raise UserError(f"unknown backend {config.backend!r}; there are {', '.join(BACKENDS)}.")
+    if config.reach < 0:
+        raise UserError(f"reach must not be negative, it is {config.reach}.")
+    return TASKS[config.task](config)
+
+
+@functools.cache
+def _brax_environment(robot: str, backend: str) -> Any:
+    with _quiet():
+        import brax.envs
+
+        return brax.envs.get_environment(robot, backend=backend)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Importing brax and loading its robots print notices, some of them from C."""
+    with warnings.catch_warnings(), open(os.devnull, "w") as nowhere:
+        warnings.simplefilter("ignore")
+        kept = os.dup(1), os.dup(2)
+        try:
+            os.dup2(nowhere.fileno(), 1)
+            os.dup2(nowhere.fileno(), 2)
+            with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+                yield
+        finally:
+            for number, copy in zip((1, 2), kept, strict=True):
+                os.dup2(copy, number)
+                os.close(copy)
+
+
+def norm(x: Float[Array, " n"]) -> Float[Array, ""]:
+    return jnp.sqrt(jnp.sum(x**2))
+
+
+# --- one episode ------------------------------------------------------------------------------------
+
+
+class Policy(Protocol):
+    """Whoever acts. `start` makes what it remembers; `act` may look at the whole state."""
+
+    def start(self) -> Any: ...
+
+    def act(self, memory: Any, state: State) -> tuple[Float[Array, " action"], Any]: ...
+
+
+class Episodes(eqx.Module):
+    """What came out. Leading axes: policies, episodes. Only what was asked for is recorded."""
+
+    fitness: Float[Array, "*batch"]
+    descriptor: Float[Array, "*batch descriptor"]
+    diverged: Bool[Array, "*batch"]  # NaN or infinity was seen: fitness and descriptor mean nothing
+    path: Float[Array, "*batch length descriptor"] | None = None  # descriptor over time
+    observations: Float[Array, "*batch length_plus_1 observation"] | None = None
+    actions: Float[Array, "*batch length action"] | None = None
+    rewards: Float[Array, "*batch length"] | None = None
+
+
+Record = Literal["outcome", "path", "transitions"]
+
+
+def play_episode(
+    task: Task,
+    policy: Policy,
+    key: Key[Array, ""],
+    record: Record = "outcome",
+    disturbance: float = 0.0,
+) -> Episodes:
+    """Plays one episode from a random start.
+
+    With a `disturbance`, Gaussian noise of that size is added to every action that is played, while
+    the action that is recorded stays the policy's own: what it would do in states it seldom visits.
+    """
+
+    def step(carry: tuple, _: None) -> tuple[tuple, Any]:
+        state, memory, fitness, finite = carry
+        action, memory = policy.act(memory, state)
+        action = jnp.clip(action, -1.0, 1.0)
+        played = action
+        if disturbance:
+            noise = jax.random.normal(jax.random.fold_in(key, state.time), action.shape)
+            played = jnp.clip(action + disturbance * noise, -1.0, 1.0)
+        after = task.step(state, played)
+        fitness += after.reward
+        finite &= jnp.isfinite(after.observation).all() & jnp.isfinite(after.reward)
+        seen = {
+            "outcome": None,
+            "path": after.descriptor,
+            "transitions": (after.descriptor, state.observation, action, after.reward),
+        }[record]
+        return (after, memory, fitness, finite), seen
+
+    start = task.reset(key)
+    carry = (start, policy.start(), jnp.zeros(()), jnp.array(True))
+    (end, _, fitness, finite), seen = jax.lax.scan(step, carry, length=task.length)
+    diverged = ~(finite & jnp.isfinite(end.descriptor).all())
+    outcome = Episodes(fitness, end.descriptor, diverged)
+    if record == "outcome":
+        return outcome
+    if record == "path":
+        return Episodes(fitness, end.descriptor, diverged, seen)
+    path, observations, actions, rewards = seen
+    observations = jnp.concatenate([observations, end.observation[None]])
+    return Episodes(fitness, end.descriptor, diverged, path, observations, actions, rewards)
+
+
+# --- many episodes ----------------------------------------------------------------------------------
+
+
+def prepare_jax(cache: bool = True) -> None:
+    """To be called before JAX computes anything: one CPU device per core, and a compilation cache."""
+    jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
+    if cache:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(home / "quality-diversity-transformer"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+@functools.cache
+def devices() -> Mesh:
+    """All devices of all processes, in one row."""
+    return jax.make_mesh((jax.device_count(),), ("device",), axis_types=(AxisType.Auto,))
+
+
+def replicate(tree: PyTree) -> PyTree:
+    """Puts the same arrays on every device: state is identical everywhere, only work is divided."""
+    everywhere = NamedSharding(devices(), PartitionSpec())
+    arrays, rest = eqx.partition(tree, eqx.is_array)
+    return eqx.combine(jax.device_put(arrays, everywhere), rest)
+
+
+def default_chunk() -> int:
+    """Episodes at a time on a device: what fits in a CPU core's cache, or all of them elsewhere."""
+    return 64 if jax.default_backend() == "cpu" else 1 << 30
+
+
+def identity(member: Any) -> Any:
+    return member
+
+
+@eqx.filter_jit
+def rollout(
+    task: Task,
+    members: PyTree,
+    keys: Key[Array, "policies episodes"],
+    policy: Callable[[Any], Policy] = identity,
+    record: Record = "outcome",
+    chunk: int | None = None,
+    disturbance: float = 0.0,
+) -> Episodes:
+    """Plays each of the stacked `members` once for each of its keys.
+
+    `policy` makes a `Policy` of one member; by default the members are policies themselves. It may
+    hold arrays that all share, such as the one Transformer behind many targets.
+
+    A chunk is a few members with some of their episodes, so that a member's weights are read once for
+    several episodes. Chunks are dealt out to the devices, and each device plays its own one after
+    another: memory does not grow with the number of policies and episodes unless they are recorded.
+    """
+    chunk = default_chunk() if chunk is None else chunk
+    if chunk < 1:
+        raise UserError(f"a chunk must hold at least one episode, not {chunk}.")
+    policies, episodes = keys.shape
+    together = min(episodes, chunk)  # episodes of one member in one chunk: a group
+    groups_per_member = -(-episodes // together)
+    groups_per_chunk = max(1, min(chunk // together, policies * groups_per_member))
+    groups = policies * groups_per_member
+    row = groups_per_chunk * devices().size
+    padded_groups = -(-groups // row) * row
+
+    # Fill up with repetitions of the last episode and the last group, which are cut off at the end.
+    episode = jnp.minimum(jnp.arange(groups_per_member * together), episodes - 1)
+    group = jnp.minimum(jnp.arange(padded_groups), groups - 1)
+    owner = (group // groups_per_member).reshape(-1, groups_per_chunk)
+    grouped_keys = keys[:, episode].reshape(groups, together)[group]
+    grouped_keys = grouped_keys.reshape(-1, groups_per_chunk, together)
+
+    arrays, rest = eqx.partition((members, policy), eqx.is_array)
+
+    def play_share(owner: Array, keys: Array, arrays: PyTree) -> Episodes:
+        members, policy = eqx.combine(arrays, rest)
+
+        def play_group(index: Array, keys: Array) -> Episodes:
+            member = jax.tree.map(lambda x: x[index] if eqx.is_array(x) else x, members)
+            actor = policy(member)
+            return jax.vmap(lambda k: play_episode(task, actor, k, record, disturbance))(keys)
+
+        return jax.lax.map(lambda x: jax.vmap(play_group)(*x), (owner, keys))
+
+    divided, everywhere = PartitionSpec("device"), PartitionSpec()
+    played = jax.shard_map(
+        play_share,
+        mesh=devices(),
+        in_specs=(divided, divided, everywhere),
+        out_specs=divided,
+        check_vma=False,
+    )(owner, grouped_keys, arrays)
+
+    def unchunk(x: Array) -> Array:
+        x = x.reshape(padded_groups, *x.shape[2:])[:groups]
+        x = x.reshape(policies, groups_per_member * together, *x.shape[2:])[:, :episodes]
+        return jax.lax.with_sharding_constraint(x, NamedSharding(devices(), everywhere))
+
+    return jax.tree.map(unchunk, played)
