@@ -1,0 +1,171 @@
+"""What a dataset costs: memory, steps per second and disk of the build; the reader's batches per second.
+
+    python benchmarks/dataset.py [--json FILE] [--trajectories 20000] [--directory DIR]
+
+Ant-Omni, episodes of 250 steps, a made-up repertoire of random (256, 256) policies. Build and reader
+run in processes of their own, so that the peak of each is its own. The build is compared with the bare
+engine (`envs.rollout` with nothing recorded, the same policies and shape) in the same process.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dataset as ds
+import envs
+import me_ls
+import runs
+
+ZONES = 100  # the paper's for Ant-Omni
+QDT_APPETITE = (
+    13  # trajectories per second: the fastest measured training of 250 steps on two cores
+)
+
+
+def peak_gib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def made_up_repertoire(task: envs.Task) -> me_ls.Repertoire:
+    """One random policy per zone, with the zone's centroid for a descriptor: every zone has one."""
+    keys = jax.random.split(jax.random.key(0), ZONES)
+    centroids = me_ls.cvt(task.low, task.high, ZONES, key=ds._keys(0)[0])
+    zeros = jnp.zeros(ZONES)
+    policies = me_ls.random_policies(task, (256, 256), keys)
+    return me_ls.Repertoire(policies, zeros, centroids, zeros, centroids)
+
+
+def measure_build(directory: Path, trajectories: int, length: int) -> dict[str, float]:
+    task = envs.make_task(envs.TaskConfig("ant-omni", length=length))
+    config = ds.DatasetConfig(trajectories=trajectories, selection_episodes=2)
+    repertoire = made_up_repertoire(task)
+
+    # Compile what the build needs with a first shard of its own, and time the bare engine.
+    shard = min(trajectories, config.shard_size)
+    keys = jax.random.split(jax.random.key(1), (ZONES, max(1, shard // ZONES)))
+    members = ds._members(repertoire, np.arange(ZONES))
+    engine = 0.0
+    for _ in range(3):
+        began = time.monotonic()
+        jax.block_until_ready(envs.rollout(task, members, keys).fitness)
+        engine = max(engine, keys.size * length / (time.monotonic() - began))
+
+    times = []
+    play, write = ds.play_shard, ds._write_shard
+
+    def timed_play(*arguments):
+        times.append([time.monotonic()])
+        return play(*arguments)
+
+    def timed_write(*arguments):
+        shard = write(*arguments)
+        times[-1] += [time.monotonic(), shard.rows]
+        return shard
+
+    ds.play_shard, ds._write_shard = timed_play, timed_write
+    dataset = ds.build(task, repertoire, config, 0, runs.Stage(directory, {"dataset": config}))
+    first, *others = times  # the first shard compiles
+    others = others or [first]
+    seconds = sum(end - begin for begin, end, _ in others)
+    steps = sum(rows for *_, rows in others) * length
+    stored = sum(path.stat().st_size for path in directory.glob("*.npy"))
+    return {
+        "engine_steps_per_second": engine,
+        "build_steps_per_second": steps / seconds,
+        "build_of_engine": steps / seconds / engine,
+        "build_peak_gib": peak_gib(),
+        "trajectories": len(dataset),
+        "shards": len(dataset.meta.shards),
+        "diverged": dataset.diverged,
+        "disk_bytes": stored,
+        "computed_bytes": ds.bytes_on_disk(task, config),
+        "bytes_per_trajectory": stored / len(dataset),
+    }
+
+
+def drop_page_cache(directory: Path) -> None:
+    for path in directory.glob("*.npy"):
+        with open(path, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def measure_reader(directory: Path) -> dict[str, float]:
+    began = time.monotonic()
+    drop_page_cache(directory)
+    dataset = ds.open_dataset(directory)
+    numbers = {"open_seconds": time.monotonic() - began}
+
+    def rate(batch_size: int, count: int) -> float:
+        """Trajectories per second of a consumer that does nothing else."""
+        batches = ds.batches(dataset, batch_size, seed=0)
+        began = time.monotonic()
+        for _ in range(count):
+            next(batches)
+        taken = time.monotonic() - began
+        batches.close()
+        return count * batch_size / taken
+
+    for batch_size in (8, 256):
+        count = max(1, len(dataset) // batch_size)
+        drop_page_cache(directory)
+        cold = rate(batch_size, count)
+        warm = rate(batch_size, count)
+        numbers |= {f"cold_trajectories_per_second_{batch_size}": cold}
+        numbers |= {f"cold_batches_per_second_{batch_size}": cold / batch_size}
+        numbers |= {f"warm_trajectories_per_second_{batch_size}": warm}
+        numbers |= {f"warm_batches_per_second_{batch_size}": warm / batch_size}
+    slowest = min(x for name, x in numbers.items() if "trajectories_per" in name)
+    return numbers | {"times_the_qdt": slowest / QDT_APPETITE, "reader_peak_gib": peak_gib()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--trajectories", type=int, default=20_000)
+    parser.add_argument("--length", type=int, default=250)
+    parser.add_argument(
+        "--directory", type=Path, help="where the dataset is kept; default: nowhere"
+    )
+    parser.add_argument("--part", choices=("build", "reader"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part:
+        envs.prepare_jax()
+        if options.part == "build":
+            numbers = measure_build(options.directory, options.trajectories, options.length)
+        else:
+            numbers = measure_reader(options.directory)
+        print(json.dumps(numbers))
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        numbers = {}
+        directory = options.directory or Path(temporary) / "dataset"
+        for part in ("build", "reader"):
+            command = [sys.executable, __file__, "--part", part, "--directory", str(directory)]
+            command += [
+                "--trajectories",
+                str(options.trajectories),
+                "--length",
+                str(options.length),
+            ]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            numbers |= json.loads(done.stdout.splitlines()[-1])
+    for name, value in numbers.items():
+        print(f"{name:<36}{value:>16,.2f}")
+    if options.json:
+        options.json.write_text(json.dumps(numbers, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,619 @@
+"""Datasets: who plays, what is stored, what a reader gets, and what damage does."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zlib
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dataset as ds
+import envs
+import me_ls
+import runs
+
+TASK = envs.make_task(envs.TaskConfig("point-omni", length=10, reach=0.4))
+CONFIG = ds.DatasetConfig(trajectories=100, zones=6, selection_episodes=4, shard_size=24)
+
+
+def made_up_repertoire(task: envs.Task = TASK, cells: int = 24, holes: int = 3) -> me_ls.Repertoire:
+    """Random policies with true descriptors of one episode; the last cells are empty."""
+    keys = jax.random.split(jax.random.key(1), cells)
+    policies = me_ls.random_policies(task, (8,), keys)
+    policies = jax.tree.map(lambda x: 2 * x, policies)
+    episodes = envs.rollout(task, policies, keys[:, None])
+    occupied = jnp.arange(cells) < cells - holes
+    return me_ls.Repertoire(
+        policies,
+        jnp.where(occupied, episodes.fitness[:, 0], -jnp.inf),
+        episodes.descriptor[:, 0],
+        jnp.zeros(cells),
+        episodes.descriptor[:, 0],
+    )
+
+
+REPERTOIRE = made_up_repertoire()
+
+
+def build(directory, config=CONFIG, repertoire=REPERTOIRE, task=TASK, seed=3) -> ds.Dataset:
+    return ds.build(task, repertoire, config, seed, runs.Stage(directory, {"dataset": config}))
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> ds.Dataset:
+    return build(tmp_path_factory.mktemp("built") / "dataset")
+
+
+@pytest.fixture
+def copied(built, tmp_path) -> ds.Dataset:
+    """A dataset that a test may damage."""
+    shutil.copytree(built.directory, tmp_path / "dataset")
+    return ds.open_dataset(tmp_path / "dataset")
+
+
+def files(directory) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in directory.iterdir() if p.name != ".lock"}
+
+
+# --- zones ----------------------------------------------------------------------------------------
+
+
+def plain_best_of_each_zone(zone, hits, spread, fitness, valid) -> list[int]:
+    """Section 4.3 in words: of the candidates of a zone, the one that lands in it most often."""
+    best = {}
+    for i in range(len(zone)):
+        if not valid[i]:
+            continue
+        j = best.get(zone[i])
+        better = j is None or hits[i] > hits[j]
+        if j is not None and hits[i] == hits[j]:
+            better = spread[i] < spread[j] or (spread[i] == spread[j] and fitness[i] > fitness[j])
+        if better:
+            best[zone[i]] = i
+    return [best[z] for z in sorted(best)]
+
+
+few = st.integers(0, 2)
+
+
+@given(st.lists(st.tuples(few, few, few, few, st.booleans()), max_size=30))
+def test_the_best_of_each_zone_is_that_of_a_plain_transcription(candidates):
+    """Numbers from 0 to 2: ties of all kinds, empty zones and diverged policies are common."""
+    columns = np.array(candidates, dtype=int).reshape(-1, 5).T
+    zone, hits, spread, fitness, valid = columns
+    arguments = zone, hits, spread.astype(np.float32), fitness.astype(np.float32), valid == 1
+    assert ds.best_of_each_zone(*arguments).tolist() == plain_best_of_each_zone(*arguments)
+
+
+def test_a_nan_of_a_diverged_policy_does_not_disturb_the_others():
+    nan = np.array([np.nan, 1.0], np.float32)
+    best = ds.best_of_each_zone(
+        np.array([0, 0]), np.array([9, 1]), nan, nan, np.array([False, True])
+    )
+    assert best.tolist() == [1]
+
+
+def test_selection_plays_every_policy_of_an_occupied_cell_and_keeps_one_per_zone():
+    """The whole selection again, policy by policy, in plain Python."""
+    selection = ds.select_policies(TASK, REPERTOIRE, CONFIG, seed=3)
+    zones_key, episodes_key, _ = ds._keys(3)
+    centroids = np.asarray(me_ls.cvt(TASK.low, TASK.high, 6, key=zones_key))
+
+    def zone_of(point) -> int:
+        return int(np.argmin(((centroids - np.asarray(point)) ** 2).sum(axis=1)))
+
+    cells = [c for c in range(24) if REPERTOIRE.fitness[c] > -np.inf]
+    assert len(cells) == 21
+    keys = jax.random.split(episodes_key, (21, 4))
+    rows, play = [], eqx.filter_jit(envs.play_episode)
+    for row, cell in enumerate(cells):
+        policy = jax.tree.map(lambda x, cell=cell: x[cell], REPERTOIRE.policies)
+        played = [play(TASK, policy, key) for key in keys[row]]
+        zone = zone_of(REPERTOIRE.descriptor[cell])
+        hits = sum(zone_of(episode.descriptor) == zone for episode in played)
+        ends = [np.asarray(episode.descriptor) for episode in played]
+        pairs = [np.linalg.norm(a - b) for i, a in enumerate(ends) for b in ends[i + 1 :]]
+        rows.append((zone, hits, np.mean(pairs), np.mean([float(e.fitness) for e in played]), True))
+    best = plain_best_of_each_zone(*zip(*rows, strict=True))
+    assert selection.cells.tolist() == [cells[i] for i in best]
+    assert selection.zone.tolist() == [rows[i][0] for i in best]
+    assert selection.hits.tolist() == [rows[i][1] for i in best]
+    assert len(selection.empty_zones) == 6 - len(best) > 0
+
+
+def test_a_diverged_policy_is_never_selected(built):
+    best = built.meta.selection.cells[0]
+    broken = jax.tree.map(lambda x: x.at[best].set(jnp.nan), REPERTOIRE.policies)
+    repertoire = eqx.tree_at(lambda r: r.policies, REPERTOIRE, broken)
+    selection = ds.select_policies(TASK, repertoire, CONFIG, seed=3)
+    assert best not in selection.cells
+    assert set(built.meta.selection.cells[1:]) <= set(selection.cells)
+
+
+def test_an_empty_repertoire_and_one_that_always_diverges_are_refused(tmp_path):
+    empty = eqx.tree_at(lambda r: r.fitness, REPERTOIRE, jnp.full(24, -jnp.inf))
+    with pytest.raises(runs.UserError, match="repertoire is empty"):
+        build(tmp_path / "a", repertoire=empty)
+    broken = eqx.tree_at(
+        lambda r: r.policies,
+        REPERTOIRE,
+        replace_fn=lambda p: jax.tree.map(lambda x: x * jnp.nan, p),
+    )
+    with pytest.raises(runs.UserError, match="diverged"):
+        build(tmp_path / "b", repertoire=broken)
+    with pytest.raises(runs.UserError, match="diverged; nothing to store"):
+        build(tmp_path / "c", dataclasses.replace(CONFIG, naive=True), repertoire=broken)
+
+
+def test_zones_left_out_are_reported(tmp_path, capsys):
+    built = build(tmp_path / "dataset")
+    assert (
+        f"{len(built.meta.selection.empty_zones)} of 6 zones have no policy"
+        in capsys.readouterr().err
+    )
+
+
+def test_the_tasks_have_the_papers_numbers_of_zones():
+    config = ds.DatasetConfig()
+    assert config.zone_count(TASK) == 100
+    assert config.zone_count(object.__new__(envs.HalfcheetahUni)) == 50  # without its physics
+
+
+# --- what is stored -------------------------------------------------------------------------------
+
+
+def test_the_trajectories_are_shared_equally_and_every_shard_has_all_policies(built):
+    selection = built.meta.selection
+    assert len(built) == 100 and len(built.meta.shards) > 3
+    counts = np.bincount(built.policy)[selection.cells]
+    assert counts.sum() == 100 and np.ptp(counts) <= 1
+    for first, shard in zip(built.first, built.meta.shards, strict=True):
+        if shard.rows >= len(selection.cells):
+            assert set(built.policy[first : first + shard.rows]) == set(selection.cells)
+        assert shard.rows <= CONFIG.shard_size
+    zone_of = dict(zip(selection.cells, selection.zone, strict=True))
+    assert [zone_of[c] for c in built.policy] == built.zone.tolist()
+    assert built.trajectory.tolist() == list(range(100))
+
+
+def test_a_naive_dataset_has_all_policies_of_the_repertoire(tmp_path):
+    naive = build(tmp_path / "dataset", dataclasses.replace(CONFIG, naive=True))
+    assert set(naive.policy) == set(range(21))
+    with pytest.raises(runs.UserError, match="20 trajectories are too few for 21 policies"):
+        build(tmp_path / "b", dataclasses.replace(CONFIG, naive=True, trajectories=20))
+
+
+def replay(task, dataset, i, disturbance=0.0) -> tuple[list, list, list, np.ndarray]:
+    """Feeds the stored actions to the task, from the stored key."""
+    key = ds.trajectory_key(dataset.meta.seed, int(dataset.trajectory[i]))
+    reset, step = jax.jit(task.reset), jax.jit(task.step)
+    state = reset(key)
+    observations, rewards, path = [state.observation], [], []
+    for t, action in enumerate(dataset.read("actions", np.array([i]))[0]):
+        noise = disturbance * jax.random.normal(jax.random.fold_in(key, t), action.shape)
+        state = step(state, jnp.clip(action + noise, -1, 1))
+        observations.append(state.observation)
+        rewards.append(state.reward)
+        path.append(state.descriptor)
+    return observations, rewards, path, np.asarray(state.descriptor)
+
+
+@pytest.mark.parametrize("disturbance", [0.0, 0.3])
+def test_a_stored_trajectory_replays_from_its_key(tmp_path, disturbance):
+    config = dataclasses.replace(CONFIG, disturbance=disturbance, paths=True)
+    dataset = build(tmp_path / "dataset", config)
+    for i in (0, 17, 99):
+        observations, rewards, path, descriptor = replay(TASK, dataset, i, disturbance)
+        one = np.array([i])
+        close = {"rtol": 1e-5, "atol": 1e-6}
+        np.testing.assert_allclose(dataset.read("observations", one)[0], observations, **close)
+        np.testing.assert_allclose(dataset.read("rewards", one)[0], rewards, **close)
+        np.testing.assert_allclose(dataset.read("paths", one)[0], path, **close)
+        np.testing.assert_allclose(dataset.descriptor[i], descriptor, **close)
+        np.testing.assert_allclose(dataset.fitness[i], np.sum(rewards), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_stored_ant_trajectory_replays_from_its_key(tmp_path):
+    """Contacts amplify the last digit: step by step from the key, over a short episode."""
+    ant = envs.make_task(envs.TaskConfig("ant-omni", length=10))
+    config = ds.DatasetConfig(trajectories=16, zones=8, selection_episodes=2)
+    dataset = build(tmp_path / "dataset", config, made_up_repertoire(ant), ant)
+    observations, _, _, descriptor = replay(ant, dataset, 5)
+    close = {"rtol": 1e-3, "atol": 1e-3}
+    np.testing.assert_allclose(
+        dataset.read("observations", np.array([5]))[0], observations, **close
+    )
+    np.testing.assert_allclose(dataset.descriptor[5], descriptor, **close)
+
+
+def test_diverged_episodes_are_left_out_and_others_played_instead(tmp_path, monkeypatch):
+    """Trajectories 3 and 40 are said to diverge, number 50 has a NaN that nobody saw."""
+    play = ds.play_shard
+
+    def with_accidents(*arguments):
+        arrays, diverged = play(*arguments)
+        diverged = diverged | np.isin(arrays["trajectory"], (3, 40))
+        arrays["rewards"] = arrays["rewards"].copy()
+        arrays["rewards"][arrays["trajectory"] == 50, 2] = np.nan
+        return arrays, diverged
+
+    monkeypatch.setattr(ds, "play_shard", with_accidents)
+    dataset = build(tmp_path / "dataset")
+    assert len(dataset) == 100 and dataset.diverged == 3
+    assert dataset.trajectory.tolist() == [i for i in range(103) if i not in (3, 40, 50)]
+    assert np.isfinite(dataset.read("rewards", dataset.everything)).all()
+
+
+def test_float16_halves_the_disk_and_reports_what_it_costs(tmp_path, built):
+    half = build(tmp_path / "dataset", dataclasses.replace(CONFIG, dtype="float16"))
+    whole = built.batch(built.everything)
+    batch = half.batch(half.everything)
+    assert batch.actions.dtype == batch.observations.dtype == np.float32
+    error = np.abs(batch.actions - whole.actions).max()
+    assert 0 < error == pytest.approx(half.rounding["actions"]) and error < 1e-3
+    np.testing.assert_array_equal(half.descriptor, built.descriptor)
+    assert built.rounding == {}
+    stored = {n: ds._file(half.directory, 0, n).stat().st_size for n in ("actions", "descriptor")}
+    rows = half.meta.shards[0].rows
+    assert stored["actions"] == 128 + rows * 10 * 2 * 2
+
+
+def test_numbers_too_large_for_float16_are_not_stored(tmp_path, monkeypatch):
+    play = ds.play_shard
+
+    def with_a_giant(*arguments):
+        arrays, diverged = play(*arguments)
+        arrays["observations"] = arrays["observations"].copy()
+        arrays["observations"][arrays["trajectory"] == 7] = 1e6
+        return arrays, diverged
+
+    monkeypatch.setattr(ds, "play_shard", with_a_giant)
+    half = build(tmp_path / "dataset", dataclasses.replace(CONFIG, dtype="float16"))
+    assert 7 not in half.trajectory and half.diverged == 1
+
+
+def test_the_size_on_disk_is_the_one_computed(built):
+    on_disk = sum(p.stat().st_size for p in built.directory.glob("*.npy"))
+    headers = 128 * 8 * len(built.meta.shards)
+    assert on_disk == ds.bytes_on_disk(TASK, CONFIG) + headers
+
+
+# --- interruptions --------------------------------------------------------------------------------
+
+
+def test_a_stopped_build_goes_on_to_the_same_bytes(tmp_path, built, monkeypatch):
+    """A signal while a shard is played: each call adds one."""
+    played, play = [], ds.play_shard
+    monkeypatch.setattr(ds, "play_shard", lambda *a: (played.append(1), play(*a))[1])
+    monkeypatch.setattr(runs, "stop_requested", lambda: bool(played))
+    directory = tmp_path / "dataset"
+    for _ in range(len(built.meta.shards) - 1):
+        with pytest.raises(runs.Stopped, match="of 100 trajectories; the same command continues"):
+            build(directory)
+        with pytest.raises(runs.UserError, match="is unfinished"):
+            ds.open_dataset(directory)
+        assert len(played) == 1
+        played.clear()
+    build(directory)
+    assert files(directory) == files(built.directory)
+
+
+KILLED = """
+import os, sys, threading, time
+from pathlib import Path
+sys.path[:0] = [sys.argv[2], sys.argv[2] + "/tests"]
+import envs
+envs.prepare_jax()
+import test_dataset as test, runs
+count = [0]
+real = os.replace
+def replace(a, b):
+    count[0] += 1
+    if count[0] == int(sys.argv[3]):
+        os.kill(os.getpid(), 9)
+    real(a, b)
+os.replace = replace
+test.build(Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(
+    "moment", [6, 12, *(pytest.param(m, marks=pytest.mark.faults) for m in (1, 2, 3, 11, 30, 45))]
+)
+def test_a_killed_build_goes_on_to_the_same_bytes(tmp_path, built, run_python, moment):
+    """`kill -9` just before a file gets its name: the config, an array, the meta.json."""
+    from conftest import ROOT
+
+    directory = tmp_path / "dataset"
+    done = run_python(KILLED, directory, ROOT, moment, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    build(directory)
+    assert files(directory) == files(built.directory)
+
+
+def test_another_repertoire_or_config_is_refused(copied):
+    other = eqx.tree_at(lambda r: r.spread, REPERTOIRE, REPERTOIRE.spread + 1)
+    with pytest.raises(runs.UserError, match="begun with another repertoire"):
+        build(copied.directory, repertoire=other)
+    with pytest.raises(runs.UserError, match=r"zones is 6 there and 7 here"):
+        build(copied.directory, dataclasses.replace(CONFIG, zones=7))
+
+
+def test_a_second_process_is_told(copied, run_python):
+    with runs.lock(copied.directory), pytest.raises(runs.UserError, match="in use by another"):
+        build(copied.directory)
+
+
+# --- damage ---------------------------------------------------------------------------------------
+
+
+def truncate(path):
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def remove(path):
+    path.unlink()
+
+
+@pytest.mark.parametrize("array", ["observations", "trajectory"])
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [(truncate, "bytes instead of"), (flip, "checksum does not fit"), (remove, "No such file")],
+)
+def test_damage_is_one_sentence_and_repaired_by_building_again(
+    copied, built, capsys, array, damage, sentence
+):
+    path = ds._file(copied.directory, 1, array)
+    damage(path)
+    with pytest.raises(runs.UserError, match=f"{path.name}.*{sentence}.*replays what is damaged"):
+        ds.open_dataset(copied.directory)
+    intact = ds._file(copied.directory, 2, array)
+    before = intact.stat().st_mtime_ns
+    build(copied.directory)
+    assert "Replaying it." in capsys.readouterr().err
+    assert files(copied.directory) == files(built.directory)
+    assert intact.stat().st_mtime_ns == before
+
+
+def test_a_header_that_contradicts_meta_json_is_refused(copied):
+    """Somebody else's dataset: sizes and checksums fit, the shape does not; or it wants a pickle."""
+    path = copied.directory / "meta.json"
+    for array in (np.zeros((3, 3)), np.array([{}, {}], dtype=object)):
+        forged = ds._file(copied.directory, 0, "fitness")
+        np.save(forged, array, allow_pickle=True)
+        content = json.loads(path.read_text())
+        content["shards"][0]["files"]["fitness"] = [
+            forged.stat().st_size,
+            zlib.crc32(forged.read_bytes()),
+        ]
+        path.write_text(json.dumps(content))
+        with pytest.raises(runs.UserError, match="does not hold <f4"):
+            ds.open_dataset(copied.directory)
+
+
+@pytest.fixture(scope="module")
+def fuzzed(built, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("fuzz") / "dataset"
+    shutil.copytree(built.directory, directory)
+    return directory
+
+
+@given(st.data())
+def test_a_damaged_meta_json_gives_one_sentence(built, fuzzed, data):
+    """A value replaced by anything else: either it does not matter, or it is our own error."""
+    content = json.loads((built.directory / "meta.json").read_text())
+    place, key = None, None
+    here = content
+    while isinstance(here, dict | list) and here:
+        key = data.draw(
+            st.sampled_from(sorted(here) if isinstance(here, dict) else range(len(here)))
+        )
+        place, here = here, here[key]
+    junk = st.one_of(
+        st.none(),
+        st.integers(),
+        st.floats(),
+        st.text(max_size=3),
+        st.just([]),
+        st.just({}),
+        st.just([1] * 9),
+    )
+    place[key] = data.draw(junk)
+    (fuzzed / "meta.json").write_text(json.dumps(content))
+    try:
+        opened = ds.open_dataset(fuzzed)
+        next(ds.batches(opened, 8, seed=0))
+        assert isinstance(opened.diverged, int)
+    except runs.UserError as error:
+        assert str(error)
+
+
+def test_text_that_is_no_meta_json_gives_one_sentence(copied):
+    for text in ("", "[", "[]", "null", "{}", "7", '"x"', '{"format": "other"}', "[" * 100_000):
+        (copied.directory / "meta.json").write_text(text)
+        with pytest.raises(runs.UserError):
+            ds.open_dataset(copied.directory)
+    (copied.directory / "meta.json").unlink()
+    with pytest.raises(runs.UserError, match="holds no dataset"):
+        ds.open_dataset(copied.directory)
+
+
+def test_a_full_disk_is_one_sentence_and_the_build_goes_on_afterwards(tmp_path, built):
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(small)]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("a small file system cannot be mounted here: needs root")
+    try:
+        with pytest.raises(runs.UserError, match=r"cannot write .*No space left on device"):
+            build(small / "dataset")
+        assert not list((small / "dataset").glob(".*.partial"))
+        subprocess.run(["mount", "-o", "remount,size=8m", str(small)], check=True)
+        dataset = build(small / "dataset")
+        assert files(dataset.directory) == files(built.directory)
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def test_a_row_is_read_from_its_shard(built):
+    view = np.array([99, 0, 57, 57, 23, 24, 25])
+    whole = np.concatenate(
+        [np.load(ds._file(built.directory, i, "actions")) for i in range(len(built.meta.shards))]
+    )
+    np.testing.assert_array_equal(built.read("actions", view), whole[view])
+    batch = built.batch(view)
+    assert batch.observations.shape == (7, 10, 2) and batch.path is None
+    np.testing.assert_array_equal(batch.descriptor, built.descriptor[view])
+
+
+def take(iterator, count):
+    taken = [next(iterator) for _ in range(count)]
+    iterator.close()
+    return taken
+
+
+def test_an_epoch_visits_every_trajectory_once_in_an_order_of_its_own(built):
+    epochs = take(ds.batches(built, 25, seed=5), 8)
+    seen = [np.concatenate([b.descriptor for b in part]) for part in (epochs[:4], epochs[4:])]
+    for descriptors in seen:
+        np.testing.assert_array_equal(
+            np.sort(descriptors, axis=0), np.sort(built.descriptor, axis=0)
+        )
+    assert not np.array_equal(*seen)
+
+
+def test_batches_are_those_of_the_step_wherever_one_starts(built):
+    from_the_start = take(ds.batches(built, 30, seed=5), 9)
+    for step in (1, 4, 8):
+        (resumed,) = take(ds.batches(built, 30, seed=5, step=step), 1)
+        jax.tree.map(np.testing.assert_array_equal, resumed, from_the_start[step])
+    (other,) = take(ds.batches(built, 30, seed=6), 1)
+    assert not np.array_equal(other.descriptor, from_the_start[0].descriptor)
+
+
+def test_the_next_batch_is_prepared_while_the_current_one_is_used(built, monkeypatch):
+    prepared = []
+    batch = ds.Dataset.batch
+    monkeypatch.setattr(ds.Dataset, "batch", lambda *a: (prepared.append(1), batch(*a))[1])
+    iterator = ds.batches(built, 10, seed=0)
+    next(iterator)
+    deadline = time.monotonic() + 5
+    while len(prepared) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(prepared) == 2
+    iterator.close()
+
+
+def test_a_batch_larger_than_the_view_is_refused(built):
+    with pytest.raises(runs.UserError, match="a batch of 101 is more than the 100 trajectories"):
+        ds.batches(built, 101, seed=0)
+
+
+def test_a_split_holds_out_a_share_and_respects_a_view(built):
+    training, held_out = built.split(0.2, seed=1)
+    assert len(held_out) == 20
+    assert sorted([*training, *held_out]) == list(range(100))
+    assert not np.array_equal(held_out, built.split(0.2, seed=2)[1])
+    view = ds.prune(built, "density-30", seed=0)
+    training, held_out = built.split(0.5, seed=1, view=view)
+    assert sorted([*training, *held_out]) == view.tolist()
+    with pytest.raises(runs.UserError, match="held out"):
+        built.split(1.0, seed=0)
+
+
+# --- pruning --------------------------------------------------------------------------------------
+
+
+def spread_out(built, n=4000) -> ds.Dataset:
+    """The same dataset with descriptors all over the space (only they matter here)."""
+    points = np.random.default_rng(0).uniform(-0.4, 0.4, (n, 2)).astype(np.float32)
+    zeros = np.zeros(n, np.int64)
+    return dataclasses.replace(
+        built, descriptor=points, fitness=points[:, 0], policy=zeros, zone=zeros, trajectory=zeros
+    )
+
+
+def test_density_keeps_a_share_everywhere(built):
+    dataset = spread_out(built)
+    counts, edges = ds.density(dataset, bins=4)
+    assert counts.shape == (4, 4) and counts.sum() == 4000 and len(edges) == 2
+    assert edges[0][0] == pytest.approx(-0.4) and edges[1][-1] == pytest.approx(0.4)
+    views = {share: ds.prune(dataset, f"density-{share}", seed=0) for share in (50, 30, 10)}
+    for share, view in views.items():
+        assert len(view) == 40 * share
+        thinned, _ = ds.density(dataset, bins=4, view=view)
+        np.testing.assert_allclose(thinned / counts, share / 100, atol=0.1)
+    assert set(views[10]) < set(views[30]) < set(views[50])
+    np.testing.assert_array_equal(views[30], ds.prune(dataset, "density-30", seed=0))
+    assert not np.array_equal(views[30], ds.prune(dataset, "density-30", seed=1))
+
+
+def test_tiles_empties_every_other_tile(built):
+    dataset = spread_out(built)
+    counts, _ = ds.density(dataset, bins=4, view=ds.prune(dataset, "tiles", seed=0))
+    row, column = np.indices((4, 4))
+    assert ((counts > 0) == ((row + column) % 2 == 0)).all()
+
+
+def test_upper_empties_the_half_with_the_larger_last_coordinate(built):
+    dataset = spread_out(built)
+    view = ds.prune(dataset, "upper", seed=0)
+    assert (dataset.descriptor[view, 1] <= 0).all()
+    assert len(view) == (dataset.descriptor[:, 1] <= 0).sum()
+
+
+def test_an_unknown_pruning_is_refused(built):
+    with pytest.raises(runs.UserError, match="unknown pruning 'density-20'; there are density-50"):
+        ds.prune(built, "density-20", seed=0)
+
+
+# --- Minari ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{}, {"dtype": "float16", "paths": True}])
+def test_a_dataset_goes_to_minari_and_comes_back(tmp_path, monkeypatch, changes):
+    minari = pytest.importorskip("minari", reason="Minari is an optional extra: not installed")
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
+    dataset = build(tmp_path / "dataset", dataclasses.replace(CONFIG, **changes))
+    ds.export_minari(dataset, "qdt/point-omni-v0")
+    episode = minari.load_dataset("qdt/point-omni-v0")[57]
+    assert episode.observations.shape == (11, 2) and episode.truncations.tolist() == [False] * 9 + [
+        True
+    ]
+    np.testing.assert_allclose(episode.rewards.sum(), dataset.fitness[57], rtol=1e-2)
+    with pytest.raises(runs.UserError, match="cannot create"):
+        ds.export_minari(dataset, "qdt/point-omni-v0")
+    back = ds.import_minari("qdt/point-omni-v0", tmp_path / "back")
+    stored = {n: c for n, c in files(dataset.directory).items() if n != "config.json"}
+    assert files(back.directory) == stored
+    with pytest.raises(runs.UserError, match="already"):
+        ds.import_minari("qdt/point-omni-v0", tmp_path / "back")
+    with pytest.raises(runs.UserError, match="is not a dataset of"):
+        ds.import_minari("qdt/nothing-v0", tmp_path / "nothing")
+
+
+def test_without_minari_there_is_a_clear_word(built, monkeypatch):
+    monkeypatch.setitem(sys.modules, "minari", None)
+    with pytest.raises(runs.UserError, match="Minari is not installed"):
+        ds.export_minari(built, "qdt/point-omni-v0")
