@@ -4,9 +4,9 @@ Section 4.3 of the paper: the descriptor space is divided into large zones, the 
 is selected, and the selected policies play the trajectories that the QDT learns from. The ablation
 QDT(Naive) of section 5.1 plays all policies instead. Section 5.3 prunes datasets: `prune`.
 
-A dataset is a directory of shards. A shard is one `.npy` file per array of `layout`; `meta.json` is
-written after the files of each shard and has their sizes and checksums. Trajectory i is played by policy
-i modulo the number of policies from `trajectory_key(seed, i)`: what is damaged can be played again.
+A dataset is a directory of shards. A shard is one `.npy` file per array of `layout`; sizes and checksums
+are in `meta.json`, which has this name only once everything is there. Trajectory i is played by policy i
+modulo the number of policies from `trajectory_key(seed, i)`: what is damaged can be played again.
 
 Tasks and episodes come from `envs.py`, repertoires from `me_ls.py`, files from `runs.py`.
 Reads in this order: config, zones, files, the build, reading, pruning, Minari.
@@ -19,6 +19,7 @@ import json
 import math
 import operator
 import sys
+import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -321,8 +322,10 @@ def build(
     as many trajectories as were asked for.
     """
     directory, wanted = stage.directory, config.trajectories
+    finished = directory / "meta.json"
+    path = finished if finished.exists() else directory / "unfinished.json"
     with runs.lock(directory), runs.finish_iteration_on_signal():
-        meta = _begin(task, repertoire, config, seed, stage)
+        meta = _begin(task, repertoire, config, seed, stage, path)
         members = _members(repertoire, meta.selection.cells)
         # Every shard is played in one shape, which compiles once: all policies, equally often.
         policies = len(meta.selection.cells)
@@ -336,7 +339,7 @@ def build(
                 shard = _write_shard(directory, number, *played, meta, wanted - stored)
                 shards = [*meta.shards[:number], shard, *meta.shards[number + 1 :]]
                 meta = replace(meta, shards=shards)
-                runs.write_json(directory / "meta.json", meta)
+                runs.write_json(path, meta)
             stored += meta.shards[number].rows
             if progress:
                 progress.update(stored, diverged=sum(s.diverged for s in meta.shards))
@@ -348,15 +351,21 @@ def build(
                 )
         if progress:
             progress.close()
+        if path != finished and runs.is_writer():
+            path.rename(finished)
         multihost_utils.sync_global_devices("the dataset is on disk")
     return open_dataset(directory)
 
 
 def _begin(
-    task: Task, repertoire: Repertoire, config: DatasetConfig, seed: int, stage: runs.Stage
+    task: Task,
+    repertoire: Repertoire,
+    config: DatasetConfig,
+    seed: int,
+    stage: runs.Stage,
+    path: Path,
 ) -> Meta:
-    """Who plays, and the shards that an interrupted build has left."""
-    path = stage.directory / "meta.json"
+    """Who plays, and the shards that an earlier build has left."""
     checksum = 0
     for leaf in jax.tree.leaves(repertoire):
         checksum = zlib.crc32(np.ascontiguousarray(leaf).data, checksum)
@@ -537,14 +546,12 @@ class Dataset:
 
 def open_dataset(directory: Path) -> Dataset:
     """Opens a finished dataset, possibly somebody else's, after every file has been checked."""
-    if not (directory / "meta.json").exists():
-        raise UserError(f"{directory} holds no dataset.")
-    meta = parse_meta(runs.read_json(directory / "meta.json"), directory / "meta.json")
-    total = sum(shard.rows for shard in meta.shards)
-    if total < meta.config.trajectories:
-        raise UserError(
-            f"{directory} is unfinished: {total} of {meta.config.trajectories} trajectories."
-        )
+    path = directory / "meta.json"
+    if not path.exists():
+        raise UserError(f"{directory} holds no finished dataset.")
+    meta = parse_meta(runs.read_json(path), path)
+    if not meta.shards:
+        raise UserError(f"{directory} holds no trajectories.")
     numbers = range(len(meta.shards))
     begins = [_check_shard(directory, number, meta) for number in numbers]
     first = np.cumsum([0] + [shard.rows for shard in meta.shards])[:-1]
@@ -589,7 +596,7 @@ def batches(
 # --- pruning --------------------------------------------------------------------------------------
 
 
-def prune(dataset: Dataset, how: str, *, seed: int) -> View:
+def prune(dataset: Dataset, how: str, seed: int) -> View:
     """What one of the paper's prunings leaves of a dataset (section 5.3, figures 6 and 12).
 
     density-50, -30, -10: this share of the trajectories, drawn at random: thinner, empty nowhere; with
@@ -651,6 +658,7 @@ def export_minari(dataset: Dataset, dataset_id: str) -> None:
 
     length, observation, action, _ = dataset.meta.sizes
     ends = np.arange(length) == length - 1
+    warnings.filterwarnings("ignore", module="minari")  # it misses an author and a Gymnasium task
     try:
         exported = minari.create_dataset_from_buffers(
             dataset_id,

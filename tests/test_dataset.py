@@ -302,7 +302,7 @@ def test_a_stopped_build_goes_on_to_the_same_bytes(tmp_path, built, monkeypatch)
     for _ in range(len(built.meta.shards) - 1):
         with pytest.raises(runs.Stopped, match="of 100 trajectories; the same command continues"):
             build(directory)
-        with pytest.raises(runs.UserError, match="is unfinished"):
+        with pytest.raises(runs.UserError, match="holds no finished dataset"):
             ds.open_dataset(directory)
         assert len(played) == 1
         played.clear()
@@ -452,7 +452,7 @@ def test_text_that_is_no_meta_json_gives_one_sentence(copied):
         with pytest.raises(runs.UserError):
             ds.open_dataset(copied.directory)
     (copied.directory / "meta.json").unlink()
-    with pytest.raises(runs.UserError, match="holds no dataset"):
+    with pytest.raises(runs.UserError, match="holds no finished dataset"):
         ds.open_dataset(copied.directory)
 
 
