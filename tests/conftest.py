@@ -1,0 +1,66 @@
+"""What all tests share: four CPU devices, shapes checked at run time, and a small task to play with.
+
+Four devices on whatever machine: every test that plays episodes also tests that the engine divides its
+work. The devices have to be made before JAX computes anything, and jaxtyping's hook has to be in place
+before a module of the project is imported, so both happen while this file is read.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import hypothesis
+import jax
+import pytest
+from jaxtyping import install_import_hook
+
+ROOT = Path(__file__).parents[1]
+MODULES = [path.stem for path in ROOT.glob("*.py")]
+
+install_import_hook(MODULES, "beartype.beartype")  # a mistake in a type or a shape raises
+
+import envs  # noqa: E402 - under the hook
+import me_ls  # noqa: E402
+
+envs.prepare_jax()  # the compilation cache of the user: the second run of the tests is quick
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+# A command that is tested inside this process must not change the devices any more.
+envs.prepare_jax = lambda cache=True: None
+
+hypothesis.settings.register_profile(
+    "project", deadline=None, derandomize=True, max_examples=50, print_blob=False
+)
+hypothesis.settings.load_profile("project")
+
+
+@pytest.fixture(scope="session")
+def point() -> envs.Task:
+    """The analytic task with short episodes, and cells small enough that they leave the first one."""
+    return envs.make_task(envs.TaskConfig("point-omni", length=20, reach=0.5))
+
+
+@pytest.fixture(scope="session")
+def tiny() -> me_ls.SearchConfig:
+    """A search that takes a second or two: ten iterations on `point`."""
+    return me_ls.SearchConfig(
+        algo="me-ls", steps=10 * 16 * 4 * 20, cells=32, batch=16, episodes=4, hidden=(8,)
+    )
+
+
+@pytest.fixture(scope="session")
+def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a piece of Python in a process of its own and waits for it."""
+
+    def run(code: str, *arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", code, *map(str, arguments)]
+        path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        environment = os.environ | {"PYTHONPATH": path}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        if check and done.returncode != 0:
+            raise AssertionError(done.stderr)
+        return done
+
+    return run
