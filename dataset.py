@@ -232,23 +232,17 @@ def parse_meta(content: Any, path: Path | str) -> Meta:
             np.array(who["zone"], np.int64),
             None if who["hits"] is None else np.array(who["hits"], np.int64),
         )
-        changes = {
-            "sizes": sizes,
-            "low": low,
-            "high": high,
-            "config": config,
-            "selection": selection,
-            "shards": [Shard.parse(shard) for shard in content["shards"]],
-        }
-        meta = Meta(**content | changes)
-        rows = [shard.rows for shard in meta.shards]
-        complete = all(meta.arrays.keys() <= shard.files.keys() for shard in meta.shards)
+        shards = [Shard.parse(shard) for shard in content["shards"]]
+        rows = [shard.rows for shard in shards]
+        complete = all(layout(sizes, config).keys() <= shard.files.keys() for shard in shards)
         ordered = len(low) == len(high) == sizes[-1] and all(map(operator.lt, low, high))
         if min(*sizes, *rows) < 1 or not complete or not ordered:
             raise ValueError("its numbers make no sense")
+        seed, repertoire = int(content["seed"]), int(content["repertoire"])
+        stage = dict(content["stage"])
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UserError(f"{path} does not describe a dataset, or is damaged: {error}.") from None
-    return meta
+    return Meta(FORMAT, sizes, low, high, seed, config, stage, repertoire, selection, shards)
 
 
 def _file(directory: Path, number: int, name: str) -> Path:
@@ -382,18 +376,9 @@ def _begin(
         )
     if empty and runs.is_writer():
         print(f"{len(empty)} of {zones} zones have no policy and are left out.", file=sys.stderr)
-    meta = Meta(
-        format=FORMAT,
-        sizes=sizes_of(task),
-        low=task.low,
-        high=task.high,
-        seed=seed,
-        config=config,
-        stage=stage.config,
-        repertoire=checksum,
-        selection=selection,
-        shards=[],
-    )
+    bounds = task.low, task.high
+    about = config, stage.config, checksum, selection
+    meta = Meta(FORMAT, sizes_of(task), *bounds, seed, *about, shards=[])
     runs.write_json(path, meta)
     return meta
 

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
+from lanes import spring_step
 from runs import UserError
 
 BACKENDS = ("spring", "positional", "generalized", "mjx")
@@ -77,7 +78,7 @@ class Task(eqx.Module):
         return len(self.low)
 
 
-# --- the analytic task ------------------------------------------------------------------------------
+# --- the analytic task ----------------------------------------------------------------------------
 
 
 class PointOmni(Task):
@@ -115,7 +116,7 @@ class PointOmni(Task):
         return State((position, velocity), velocity, reward, descriptor, time)
 
 
-# --- brax tasks -------------------------------------------------------------------------------------
+# --- brax tasks -----------------------------------------------------------------------------------
 
 
 class BraxTask(Task):
@@ -125,6 +126,7 @@ class BraxTask(Task):
     """
 
     robot: ClassVar[str]
+    lanes: ClassVar[bool] = False  # whether `lanes.py` is worth its compile time for this robot
 
     env: Any = eqx.field(static=True)
     length: int
@@ -136,7 +138,7 @@ class BraxTask(Task):
     worst_reward: float
 
     def __init__(self, config: TaskConfig):
-        self.env = _brax_environment(self.robot, config.backend)
+        self.env = _brax_environment(self.robot, config.backend, self.lanes)
         self.length = config.length
         self.observation_size = int(self.env.observation_size)
         self.action_size = int(self.env.action_size)
@@ -151,6 +153,7 @@ class BraxTask(Task):
         raise NotImplementedError
 
     def reward(self, before: Any, after: Any, action: Float[Array, " action"]) -> Float[Array, ""]:
+        """Of one step, from brax's pipeline states before and after it."""
         raise NotImplementedError
 
     def describe(self, physics: Any, before: Float[Array, " d"], time: Array) -> Array:
@@ -160,21 +163,14 @@ class BraxTask(Task):
     def reset(self, key: Key[Array, ""]) -> State:
         start = self.env.reset(key)
         nothing = jnp.zeros(self.descriptor_size)
-        return State(
-            start.pipeline_state, start.obs, jnp.zeros(()), nothing, jnp.zeros((), jnp.int32)
-        )
+        return State(start, start.obs, jnp.zeros(()), nothing, jnp.zeros((), jnp.int32))
 
     def step(self, state: State, action: Float[Array, " action"]) -> State:
-        before = state.physics
-        physics = self.env.pipeline_step(before, action)
+        after = self.env.step(state.physics, action)
+        before, now = state.physics.pipeline_state, after.pipeline_state
         time = state.time + 1
-        return State(
-            physics,
-            self.env._get_obs(physics),
-            self.reward(before, physics, action),
-            self.describe(physics, state.descriptor, time),
-            time,
-        )
+        descriptor = self.describe(now, state.descriptor, time)
+        return State(after, after.obs, self.reward(before, now, action), descriptor, time)
 
 
 class OmniTask(BraxTask):
@@ -199,7 +195,10 @@ class OmniTask(BraxTask):
 class UniTask(BraxTask):
     """Run forward with little effort (equation 3): how long each foot is on the ground."""
 
-    feet: ClassVar[tuple[str, ...]]
+    zones: ClassVar[int] = 50
+    feet: ClassVar[
+        tuple[int, ...]
+    ]  # links, as in `env.sys.link_names` (the ant's lower legs have none)
     slowest: ClassVar[float]  # m/s, about the fastest that the robot falls backwards
 
     def bounds(self, config: TaskConfig) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -218,28 +217,55 @@ class UniTask(BraxTask):
         return before + (touching - before) / time  # running mean
 
     def feet_on_ground(self, physics: Any) -> Bool[Array, " feet"]:
-        from brax import contact
+        return _contact_sensor(self.env, self.feet)(physics.x)
 
-        found = contact.get(self.env.sys, physics.x)
+
+@functools.cache
+def _contact_sensor(env: Any, feet: tuple[int, ...]) -> Callable[[Any], Bool[Array, " feet"]]:
+    """Tells which of the links touch something, from where the links are."""
+    from brax import contact
+
+    def sense(x: Any) -> Bool[Array, " feet"]:
+        found = contact.get(env.sys, x)
         assert found is not None, "a robot that runs has contacts"
-        touching = found.dist <= 0
-        links = [self.env.sys.link_names.index(foot) for foot in self.feet]
-        of_foot = jnp.array([(found.link_idx[0] == i) | (found.link_idx[1] == i) for i in links])
-        return (of_foot & touching).any(axis=1)
+        of_foot = jnp.array([(found.link_idx[0] == f) | (found.link_idx[1] == f) for f in feet])
+        return (of_foot & (found.dist <= 0)).any(axis=1)
+
+    return sense
 
 
 class AntOmni(OmniTask):
-    robot, own_reach = "ant", 15.0
+    robot, own_reach, lanes = "ant", 15.0, True
 
 
 class HalfcheetahUni(UniTask):
-    robot, feet, slowest = "halfcheetah", ("bfoot", "ffoot"), 7.0
+    robot, feet, slowest = "halfcheetah", (3, 6), 7.0  # bfoot, ffoot
 
 
-TASKS: dict[str, Callable[[TaskConfig], Task]] = {
+class AntUni(UniTask):
+    robot, feet, slowest, lanes = "ant", (2, 4, 6, 8), 5.0, True  # the lower legs
+
+
+class HopperUni(UniTask):
+    robot, feet, slowest = "hopper", (3,), 5.0
+
+
+class Walker2dUni(UniTask):
+    robot, feet, slowest = "walker2d", (3, 6), 5.0
+
+
+class HumanoidOmni(OmniTask):
+    robot, own_reach = "humanoid", 15.0
+
+
+TASKS: dict[str, Any] = {
     "point-omni": PointOmni,
     "ant-omni": AntOmni,
+    "ant-uni": AntUni,
     "halfcheetah-uni": HalfcheetahUni,
+    "hopper-uni": HopperUni,
+    "humanoid-omni": HumanoidOmni,
+    "walker2d-uni": Walker2dUni,
 }
 
 
@@ -258,11 +284,14 @@ def make_task(config: TaskConfig) -> Task:
 
 
 @functools.cache
-def _brax_environment(robot: str, backend: str) -> Any:
+def _brax_environment(robot: str, backend: str, lanes: bool) -> Any:
     with _quiet():
         import brax.envs
 
-        return brax.envs.get_environment(robot, backend=backend)
+        env = brax.envs.get_environment(robot, backend=backend)
+    if lanes and backend == "spring" and jax.default_backend() == "cpu":
+        env.pipeline_step = spring_step(env)
+    return env
 
 
 @contextlib.contextmanager
@@ -286,7 +315,7 @@ def norm(x: Float[Array, " n"]) -> Float[Array, ""]:
     return jnp.sqrt(jnp.sum(x**2))
 
 
-# --- one episode ------------------------------------------------------------------------------------
+# --- one episode ----------------------------------------------------------------------------------
 
 
 class Policy(Protocol):
@@ -357,7 +386,7 @@ def play_episode(
     return Episodes(fitness, end.descriptor, diverged, path, observations, actions, rewards)
 
 
-# --- many episodes ----------------------------------------------------------------------------------
+# --- many episodes --------------------------------------------------------------------------------
 
 
 def prepare_jax(cache: bool = True) -> None:
@@ -367,6 +396,23 @@ def prepare_jax(cache: bool = True) -> None:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(home / "quality-diversity-transformer"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def join_cluster(coordinator: str = "", num_processes: int = 0, process_id: int = -1) -> None:
+    """Makes this one of several processes, before JAX computes anything.
+
+    Without a coordinator, JAX finds the cluster by itself (SLURM, TPU pods, ...).
+    """
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        if coordinator:
+            if not 0 <= process_id < num_processes:
+                raise UserError("--coordinator needs --num-processes N and --process-id 0 ... N-1.")
+            jax.distributed.initialize(coordinator, num_processes, process_id)
+        else:
+            jax.distributed.initialize()
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"cannot join the cluster: {str(error).splitlines()[0]}") from None
 
 
 @functools.cache
@@ -391,7 +437,6 @@ def identity(member: Any) -> Any:
     return member
 
 
-@eqx.filter_jit
 def rollout(
     task: Task,
     members: PyTree,
@@ -407,51 +452,102 @@ def rollout(
     hold arrays that all share, such as the one Transformer behind many targets.
 
     A chunk is a few members with some of their episodes, so that a member's weights are read once for
-    several episodes. Chunks are dealt out to the devices, and each device plays its own one after
-    another: memory does not grow with the number of policies and episodes unless they are recorded.
+    several episodes. Every device plays one chunk at a time; a row is a chunk for each. Memory does
+    not grow with the number of policies and episodes unless they are recorded, and all rows have the
+    same shape, whatever that number: the physics compiles once.
     """
     chunk = default_chunk() if chunk is None else chunk
     if chunk < 1:
         raise UserError(f"a chunk must hold at least one episode, not {chunk}.")
-    policies, episodes = keys.shape
-    together = min(episodes, chunk)  # episodes of one member in one chunk: a group
-    groups_per_member = -(-episodes // together)
-    groups_per_chunk = max(1, min(chunk // together, policies * groups_per_member))
-    groups = policies * groups_per_member
-    row = groups_per_chunk * devices().size
-    padded_groups = -(-groups // row) * row
+    deal = Deal.of(*keys.shape, chunk)
+    rows = _deal_out(deal, members, keys)
+    played = [_play_row(task, *row, policy, record, disturbance) for row in rows]
+    return _collect(deal, played)
 
-    # Fill up with repetitions of the last episode and the last group, which are cut off at the end.
-    episode = jnp.minimum(jnp.arange(groups_per_member * together), episodes - 1)
-    group = jnp.minimum(jnp.arange(padded_groups), groups - 1)
-    owner = (group // groups_per_member).reshape(-1, groups_per_chunk)
-    grouped_keys = keys[:, episode].reshape(groups, together)[group]
-    grouped_keys = grouped_keys.reshape(-1, groups_per_chunk, together)
 
-    arrays, rest = eqx.partition((members, policy), eqx.is_array)
+class Deal(eqx.Module):
+    """How episodes are dealt out: groups of one member's episodes, chunks of groups, rows of chunks."""
 
-    def play_share(owner: Array, keys: Array, arrays: PyTree) -> Episodes:
-        members, policy = eqx.combine(arrays, rest)
+    policies: int
+    episodes: int
+    together: int  # episodes in a group
+    groups_per_member: int
+    groups_per_row: int
+    rows: int
 
-        def play_group(index: Array, keys: Array) -> Episodes:
-            member = jax.tree.map(lambda x: x[index] if eqx.is_array(x) else x, members)
-            actor = policy(member)
+    @staticmethod
+    def of(policies: int, episodes: int, chunk: int) -> "Deal":
+        together = min(episodes, chunk)
+        groups_per_member = -(-episodes // together)
+        groups = policies * groups_per_member
+        per_row = max(1, min(chunk // together, groups)) * devices().size
+        return Deal(policies, episodes, together, groups_per_member, per_row, -(-groups // per_row))
+
+    @property
+    def groups(self) -> int:
+        return self.policies * self.groups_per_member
+
+
+def _sharded(tree: PyTree, *axes: str) -> PyTree:
+    sharding = NamedSharding(devices(), PartitionSpec(*axes))
+    return jax.tree.map(
+        lambda x: jax.lax.with_sharding_constraint(x, sharding) if eqx.is_array(x) else x, tree
+    )
+
+
+@eqx.filter_jit
+def _deal_out(deal: Deal, members: PyTree, keys: Key[Array, "p e"]) -> list[tuple[PyTree, Array]]:
+    """The members and keys of each row. What does not fill a row is filled up with the last group."""
+    episode = jnp.minimum(jnp.arange(deal.groups_per_member * deal.together), deal.episodes - 1)
+    keys = keys[:, episode].reshape(deal.groups, deal.together)
+    group = jnp.minimum(jnp.arange(deal.rows * deal.groups_per_row), deal.groups - 1)
+    rows = []
+    for row in group.reshape(deal.rows, deal.groups_per_row):
+        owner = row // deal.groups_per_member
+        chosen = jax.tree.map(lambda x, o=owner: x[o] if eqx.is_array(x) else x, members)
+        rows.append(_sharded((chosen, keys[row]), "device"))
+    return rows
+
+
+@eqx.filter_jit
+def _play_row(
+    task: Task,
+    members: PyTree,
+    keys: Key[Array, "groups together"],
+    policy: Callable[[Any], Policy],
+    record: Record,
+    disturbance: float,
+) -> Episodes:
+    """Plays a chunk on every device."""
+    members, rest = eqx.partition(members, eqx.is_array)
+    shared, shared_rest = eqx.partition(policy, eqx.is_array)
+
+    def play_chunk(members: PyTree, keys: Array, shared: PyTree) -> Episodes:
+        make = eqx.combine(shared, shared_rest)
+
+        def play_group(member: PyTree, keys: Array) -> Episodes:
+            actor = make(eqx.combine(member, rest))
             return jax.vmap(lambda k: play_episode(task, actor, k, record, disturbance))(keys)
 
-        return jax.lax.map(lambda x: jax.vmap(play_group)(*x), (owner, keys))
+        return jax.vmap(play_group)(members, keys)
 
-    divided, everywhere = PartitionSpec("device"), PartitionSpec()
-    played = jax.shard_map(
-        play_share,
+    divided = PartitionSpec("device")
+    return jax.shard_map(
+        play_chunk,
         mesh=devices(),
-        in_specs=(divided, divided, everywhere),
+        in_specs=(divided, divided, PartitionSpec()),
         out_specs=divided,
         check_vma=False,
-    )(owner, grouped_keys, arrays)
+    )(members, keys, shared)
 
-    def unchunk(x: Array) -> Array:
-        x = x.reshape(padded_groups, *x.shape[2:])[:groups]
-        x = x.reshape(policies, groups_per_member * together, *x.shape[2:])[:, :episodes]
-        return jax.lax.with_sharding_constraint(x, NamedSharding(devices(), everywhere))
 
-    return jax.tree.map(unchunk, played)
+@eqx.filter_jit
+def _collect(deal: Deal, rows: list[Episodes]) -> Episodes:
+    """Puts rows together in the order of the keys, the same on every device; drops the filling."""
+
+    def join(*parts: Array) -> Array:
+        x = jnp.concatenate(parts)[: deal.groups]
+        x = x.reshape(deal.policies, deal.groups_per_member * deal.together, *x.shape[2:])
+        return x[:, : deal.episodes]
+
+    return _sharded(jax.tree.map(join, *rows))

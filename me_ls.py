@@ -58,7 +58,7 @@ class SearchConfig:
         return -(-self.steps // (self.batch * self.episodes_played * task.length))
 
 
-# --- policies ---------------------------------------------------------------------------------------
+# --- policies -------------------------------------------------------------------------------------
 
 
 class MLP(eqx.Module):
@@ -98,7 +98,7 @@ def random_policies(task: Task, hidden: tuple[int, ...], keys: Key[Array, " n"])
     return eqx.filter_vmap(lambda key: MLP(sizes, key=key))(keys)
 
 
-# --- the repertoire ---------------------------------------------------------------------------------
+# --- the repertoire -------------------------------------------------------------------------------
 
 
 class Repertoire(eqx.Module):
@@ -163,7 +163,7 @@ def empty_repertoire(task: Task, config: SearchConfig, centroids: Array) -> Repe
     )
 
 
-# --- summing up the episodes of one policy ----------------------------------------------------------
+# --- summing up the episodes of one policy --------------------------------------------------------
 
 
 class Character(NamedTuple):
@@ -228,7 +228,7 @@ def characterise_by_mode(fitness: Array, descriptors: Array, centroids: Array) -
     return Character(jnp.mean(fitness), descriptor, spread(descriptors))
 
 
-# --- insertion --------------------------------------------------------------------------------------
+# --- insertion ------------------------------------------------------------------------------------
 
 
 def fitter(new: Character, old: Character) -> Bool[Array, ""]:
@@ -304,7 +304,7 @@ def insert(
     return Repertoire(kept, fitness, descriptor, spread, repertoire.centroids), accepted.sum()
 
 
-# --- one iteration ----------------------------------------------------------------------------------
+# --- one iteration --------------------------------------------------------------------------------
 
 
 @eqx.filter_jit
@@ -392,7 +392,7 @@ def propose(
     return vary(repertoire, count, config.iso_sigma, config.line_sigma, key=key)
 
 
-# --- the search -------------------------------------------------------------------------------------
+# --- the search -----------------------------------------------------------------------------------
 
 
 @eqx.filter_jit
@@ -409,6 +409,10 @@ def repertoire_metrics(task: Task, repertoire: Repertoire) -> dict[str, Array]:
         "qd_score": jnp.sum(jnp.where(occupied, above_worst, 0)),
         "mean_spread": jnp.sum(jnp.where(occupied, repertoire.spread, 0)) / occupied.sum(),
     }
+
+
+SHOWN = ("steps", "steps_per_second", "coverage", "max_fitness", "qd_score")
+SHOWN += ("mean_spread", "insertions", "diverged")
 
 
 def search(
@@ -450,9 +454,8 @@ def search(
             row |= {"iteration": i, "steps": done * per_iteration}
             row["steps_per_second"] = per_iteration / (time.monotonic() - began)
             stage.log(row)
-            shown = ("steps", "steps_per_second", "coverage", "max_fitness", "qd_score")
-            shown += ("mean_spread", "insertions", "diverged")
-            progress.update(done, **{name: row[name] for name in shown})
+            if progress.due(done):
+                progress.update(done, **{name: row[name] for name in SHOWN})
             stopping = stop_requested()
             overdue = time.monotonic() - saved_at > config.checkpoint_seconds
             if done == total or stopping or overdue:

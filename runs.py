@@ -27,7 +27,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import jax
 import numpy as np
@@ -37,11 +37,14 @@ FORMAT_VERSION = 1
 MAX_HEADER = 1 << 24  # bytes; a header is a few kilobytes
 
 
+Config = TypeVar("Config")
+
+
 class UserError(Exception):
     """Something the user can put right. The command line prints it as one sentence."""
 
 
-# --- files that are whole or absent -----------------------------------------------------------------
+# --- files that are whole or absent ---------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -94,11 +97,11 @@ def _to_plain(value: Any) -> Any:
     return np.asarray(value).tolist()
 
 
-# --- pytrees of arrays ------------------------------------------------------------------------------
+# --- pytrees of arrays ----------------------------------------------------------------------------
 
 
 def _named_arrays(tree: Any) -> list[tuple[str, Any]]:
-    """The array leaves of a tree with the paths that lead to them; typed PRNG keys as plain integers."""
+    """The array leaves of a tree with the paths that lead to them."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [
         (jax.tree_util.keystr(path), leaf)
@@ -124,7 +127,7 @@ def save_tree(path: Path, tree: Any, about: dict[str, Any] | None = None) -> Non
             file.write(block)
             checksum = zlib.crc32(block, checksum)
         for _, array in arrays:
-            block = memoryview(np.ascontiguousarray(array).reshape(-1)).cast("B")
+            block = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
             file.write(block)
             checksum = zlib.crc32(block, checksum)
         file.write(checksum.to_bytes(4, "little"))
@@ -205,7 +208,7 @@ def _fill(like: Any, content: bytearray) -> Any:
     return jax.tree.map(next_array, like)
 
 
-# --- one stage of a run -----------------------------------------------------------------------------
+# --- one stage of a run ---------------------------------------------------------------------------
 
 
 class Stage:
@@ -283,6 +286,7 @@ class Stage:
 
 
 def _refuse_difference(directory: Path, stored: dict, asked: dict) -> None:
+    stored, asked = _flat(stored), _flat(asked)
     names = sorted(stored.keys() | asked.keys())
     missing = object()
     different = [n for n in names if stored.get(n, missing) != asked.get(n, missing)]
@@ -292,6 +296,44 @@ def _refuse_difference(directory: Path, stored: dict, asked: dict) -> None:
             for n in different
         )
         raise UserError(f"{directory} was made with another configuration: {shown}.")
+
+
+def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"search": {"cells": 8}} as {"search.cells": 8}."""
+    flat = {}
+    for name, value in config.items():
+        nested = isinstance(value, dict)
+        flat |= _flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return flat
+
+
+def make_config(kind: type[Config], values: Any) -> Config:
+    """A config dataclass from what a file or the command line says; types are checked."""
+    if not isinstance(values, dict):
+        raise UserError(f"a {kind.__name__} must be a table of fields.")
+    known = {field.name: field for field in dataclasses.fields(kind)}  # pyright: ignore[reportArgumentType]
+    for name in values:
+        if name not in known:
+            raise UserError(f"{name} is not a field of {kind.__name__}: {', '.join(known)}.")
+    return kind(**{n: _typed(n, known[n].default, value) for n, value in values.items()})
+
+
+def _typed(name: str, default: Any, value: Any) -> Any:
+    """`value`, which may be text, as the type that the field's default has."""
+    kind = type(default)
+    try:
+        if kind is bool:
+            return {"true": True, "false": False}[str(value).lower()]
+        if kind is tuple:
+            parts = value.split(",") if isinstance(value, str) else value
+            return tuple(_typed(name, default[0], part) for part in parts)
+        if kind is int and float(value) != int(float(value)):
+            raise ValueError
+        return int(float(value)) if kind is int else kind(value)
+    except (ValueError, TypeError, KeyError, OverflowError):
+        wanted = {int: "a whole number", float: "a number", bool: "true or false"}
+        text = wanted.get(kind, "numbers with commas between them")
+        raise UserError(f"{name} must be {text}, not {value!r}.") from None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -312,7 +354,7 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {n: importlib.metadata.version(n) for n in names}
 
 
-# --- processes, signals, progress -------------------------------------------------------------------
+# --- processes, signals, progress -----------------------------------------------------------------
 
 
 def is_writer() -> bool:
@@ -373,12 +415,13 @@ class Progress:
         self.last_shown = -math.inf
         self.live = sys.stderr.isatty()
 
+    def due(self, done: int) -> bool:
+        """Whether it is time for a new line: five times a second on a terminal, rarely in a log."""
+        waited = time.monotonic() - self.last_shown
+        return waited > (0.2 if self.live else 30) or done == self.total
+
     def update(self, done: int, **values: Any) -> None:
-        """Shows the line; at most five times a second on a terminal, every half minute in a log."""
-        now = time.monotonic()
-        if now - self.last_shown < (0.2 if self.live else 30) and done < self.total:
-            return
-        self.last_shown = now
+        now = self.last_shown = time.monotonic()
         elapsed = now - self.started
         rate = (done - self.first) / elapsed if elapsed > 0 else 0
         left = time_text((self.total - done) / rate) if rate > 0 else "?"

@@ -1,0 +1,279 @@
+"""How fast the QDT trains and decodes, and how much memory training takes, all in one run.
+
+    python benchmarks/qdt.py --json FILE [--torch-python PY]
+
+PY is a Python with torch and transformers, in which this file runs again to time Hugging Face's
+DecisionTransformerModel on the same sizes, batch and dropout. Ours and theirs take turns, and the
+best of each counts: what else runs on the machine then disturbs both alike, and as little as can be.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+# This file has the name of the module that it measures.
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+STEPS = 250  # of an episode: 750 tokens
+ANT = {"descriptor_size": 2, "observation_size": 27, "action_size": 8}
+MODELS = {
+    "width-128": {"width": 128, "layers": 2, "heads": 4, "batch": 16},
+    "paper": {"width": 256, "layers": 4, "heads": 8, "batch": 4},
+}
+TURNS = 4
+
+
+def seconds(function) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+# ------------------------------------------------------------------- the peer, under its Python
+
+
+def serve_torch(name: str) -> None:
+    """Times one training step for every line that comes in, and prints its seconds."""
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(2)
+    size = MODELS[name]
+    batch = size["batch"]
+    model = transformers.DecisionTransformerModel(
+        transformers.DecisionTransformerConfig(
+            state_dim=ANT["observation_size"],
+            act_dim=ANT["action_size"],
+            hidden_size=size["width"],
+            n_layer=size["layers"],
+            n_head=size["heads"],
+            max_ep_len=STEPS,
+            n_positions=3 * STEPS,
+            activation_function="relu",
+            resid_pdrop=0.1,
+            embd_pdrop=0.1,
+            attn_pdrop=0.1,
+        )
+    ).train()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=7e-4)
+    states = torch.randn(batch, STEPS, ANT["observation_size"])
+    actions = torch.rand(batch, STEPS, ANT["action_size"]) * 2 - 1
+    # Its conditioning is a return of one number where ours is a descriptor of two.
+    returns = torch.randn(batch, STEPS, 1)
+    timesteps = torch.arange(STEPS).expand(batch, STEPS)
+
+    def step():
+        predicted = model(
+            states=states,
+            actions=actions,
+            rewards=returns,
+            returns_to_go=returns,
+            timesteps=timesteps,
+            attention_mask=torch.ones(batch, STEPS),
+        ).action_preds
+        optimiser.zero_grad()
+        ((predicted - actions) ** 2).mean().backward()
+        optimiser.step()
+
+    step()
+    print(torch.__version__, transformers.__version__, flush=True)
+    for _ in sys.stdin:
+        print(seconds(step), flush=True)
+
+
+# ------------------------------------------------------------------------------------- training
+
+
+def make(batch: int, **sizes):
+    """A model with the state of its training, and random trajectories."""
+    import jax
+
+    import qdt
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    model = jax.jit(lambda key: qdt.QDT(qdt.QDTConfig(**sizes), **ANT, steps=STEPS, key=key))
+    trajectories = qdt.Trajectory(
+        jax.random.normal(keys[0], (batch, ANT["descriptor_size"])),
+        jax.random.normal(keys[1], (batch, STEPS, ANT["observation_size"])),
+        jax.random.uniform(keys[2], (batch, STEPS, ANT["action_size"]), minval=-1),
+    )
+    return qdt.initial_state(model(keys[3])), trajectories
+
+
+def operations(width: int, layers: int, **_) -> int:
+    """Multiplications and additions in the matrix products that one trajectory's training needs.
+
+    Only the half of the attention before the causal mask, and of the last layer only the outputs
+    that are read, count; the gradient takes twice the forward pass.
+    """
+    tokens, attended = 3 * STEPS, 3 * STEPS // 2
+    layer = tokens * (24 * width**2 + 4 * attended * width)
+    last = tokens * 4 * width**2 + STEPS * (20 * width**2 + 4 * attended * width)
+    return 3 * ((layers - 1) * layer + last)
+
+
+def measure_training(name: str, torch_python: str | None) -> dict:
+    import jax
+
+    import qdt
+
+    sizes = dict(MODELS[name])
+    batch = sizes.pop("batch")
+    state, trajectories = make(batch, **sizes)
+    key = jax.random.key(1)
+
+    def step():
+        jax.block_until_ready(qdt.train_step(state, trajectories, key))
+
+    result = {"batch": batch, "compile_seconds": seconds(step)}
+    peer = None
+    if torch_python:
+        command = [torch_python, __file__, "--serve-torch", name]
+        peer = subprocess.Popen(command, stdin=-1, stdout=-1, text=True)
+        result["peer"] = "torch {} transformers {}".format(*peer.stdout.readline().split())
+    ours, theirs = [], []
+    for _ in range(TURNS):
+        ours.append(min(seconds(step) for _ in range(3)))
+        if peer:
+            print("step", file=peer.stdin, flush=True)
+            theirs.append(float(peer.stdout.readline()))
+    result["trajectories_per_second"] = batch / min(ours)
+    result["gflops"] = operations(**sizes) * batch / min(ours) / 1e9
+    if peer:
+        peer.communicate()
+        result["torch_trajectories_per_second"] = batch / min(theirs)
+        result["ratio"] = min(theirs) / min(ours)
+        result["ratio_of_each_turn"] = [b / a for a, b in zip(ours, theirs, strict=True)]
+    return result
+
+
+def matrix_peak() -> float:
+    """GFLOP/s of a large matrix product on every device at once."""
+    import jax
+    import jax.numpy as jnp
+
+    devices, size = jax.local_devices(), 1536
+    matrices = [jax.device_put(jnp.ones((size, size)), device) for device in devices]
+    multiply = jax.jit(lambda x: x @ x)
+
+    def products():
+        jax.block_until_ready([multiply(x) for x in matrices])
+
+    products()
+    return len(devices) * 2 * size**3 / min(seconds(products) for _ in range(10)) / 1e9
+
+
+# ------------------------------------------------------------------------------------- decoding
+
+
+def measure_decoding(lengths=(50, 100, 250)) -> dict:
+    """Seconds of an episode at width 128, with the cache and by running every prefix again.
+
+    The latter compiles one program for a length and runs it at every step of the episode (prefixes
+    padded to the episode's length would double its cost): it is timed at five prefixes, and its
+    cost over the episode is the trapezoidal sum between them.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    import qdt
+
+    sizes = {key: MODELS["width-128"][key] for key in ("width", "layers", "heads")}
+    state, trajectories = make(1, **sizes)
+    model = state.model
+    target, observations, actions = jax.tree.map(
+        lambda x: x[0],
+        (trajectories.descriptor, trajectories.observations, trajectories.actions),
+    )
+
+    def short(length):
+        return qdt.eqx.tree_at(lambda m: m.embed_time, model, model.embed_time[:length])
+
+    @jax.jit
+    def episode(model, observations):
+        def step(cache, observation):
+            action, cache = qdt.act(model, cache, target, observation)
+            return cache, action
+
+        return jax.lax.scan(step, qdt.initial_cache(model), observations)[1]
+
+    forward = jax.jit(lambda *inputs: model(*inputs)[-1])
+
+    def best(function, *arguments, times=10):
+        jax.block_until_ready(function(*arguments))
+        return min(
+            seconds(lambda: jax.block_until_ready(function(*arguments))) for _ in range(times)
+        )
+
+    prefixes = np.array([1, 25, 50, 100, 175, 250])
+    prefix = [best(forward, target, observations[:t], actions[:t]) for t in prefixes]
+    result = {"prefix_seconds": dict(zip(map(str, prefixes), prefix, strict=True))}
+    for length in lengths:
+        cached = best(episode, short(length), observations[:length])
+        again = float(np.interp(np.arange(1, length + 1), prefixes, prefix).sum())
+        result[str(length)] = {
+            "cached_episode_seconds": cached,
+            "prefix_episode_seconds": again,
+            "speedup": again / cached,
+        }
+    goals = 64
+    batched = jax.jit(jax.vmap(episode, (None, 0)))
+    several = jnp.broadcast_to(observations, (goals, *observations.shape))
+    result["cached_episodes_per_second_64"] = goals / best(batched, model, several, times=3)
+    return result
+
+
+# --------------------------------------------------------------------------------------- memory
+
+
+def measure_memory() -> None:
+    """Prints the peak of a process that makes one step of training at the paper's size and batch."""
+    import jax
+
+    import qdt
+
+    state, trajectories = make(256)
+    jax.block_until_ready(qdt.train_step(state, trajectories, jax.random.key(1)))
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, required=True, help="where to write the numbers")
+    parser.add_argument("--torch-python", help="a Python with torch and transformers")
+    parser.add_argument("--serve-torch", choices=MODELS, help=argparse.SUPPRESS)
+    parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
+    if "--serve-torch" in sys.argv:
+        return serve_torch(sys.argv[-1])
+
+    import jax
+
+    # As the project does: one device for each core.
+    jax.config.update("jax_num_cpu_devices", 2)
+    if "--memory" in sys.argv:
+        return measure_memory()
+    arguments = parser.parse_args()
+
+    numbers = {"peak_gflops": matrix_peak()}
+    for name, suffix in (("width-128", ""), ("paper", "_paper")):
+        numbers[name] = training = measure_training(name, arguments.torch_python)
+        training["share_of_peak"] = training["gflops"] / numbers["peak_gflops"]
+        if "ratio" in training:
+            numbers[f"train_ratio_torch{suffix}"] = training["ratio"]
+    numbers["decode"] = measure_decoding()
+    numbers["decode_speedup_250"] = numbers["decode"]["250"]["speedup"]
+    command = [sys.executable, __file__, "--memory"]
+    memory = subprocess.run(command, check=True, capture_output=True, text=True)
+    numbers["train_peak_gib_paper_batch_256"] = float(memory.stdout)
+    arguments.json.write_text(json.dumps(numbers, indent=2) + "\n")
+    print(json.dumps(numbers, indent=2))
+
+
+if __name__ == "__main__":
+    main()

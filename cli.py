@@ -1,0 +1,276 @@
+"""The command line: one command per stage, and `run` for the whole pipeline.
+
+A run directory holds one lineage: a search, the dataset of its repertoire, the QDT trained on it, and
+their evaluations. Given a run directory, a command continues it; the same command again resumes.
+
+JAX and the stages are imported inside the functions, so that `qdt --help` answers at once.
+What the commands do to a run directory is in `pipeline.py`.
+"""
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="The Quality-Diversity Transformer: search, dataset, training, experiments.",
+)
+
+
+class PresetName(StrEnum):
+    tiny = "tiny"
+    laptop = "laptop"
+    paper = "paper"
+
+
+class Algo(StrEnum):
+    me = "me"
+    me_sampling = "me-sampling"
+    me_ls = "me-ls"
+    pgame = "pgame"
+    pgame_ls = "pgame-ls"
+
+
+class Prune(StrEnum):
+    nothing = "nothing"
+    density_50 = "density-50"
+    density_30 = "density-30"
+    density_10 = "density-10"
+    tiles = "tiles"
+    upper = "upper"
+
+
+class Experiment(StrEnum):
+    accuracy = "accuracy"
+    reproducibility = "reproducibility"
+    reassess = "reassess"
+    generalize = "generalize"
+    calibrate = "calibrate"
+
+
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
+RunsArgument = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")]
+PresetOption = Annotated[PresetName, typer.Option(help="The sizes of everything.")]
+SeedOption = Annotated[int, typer.Option(help="All randomness comes from it.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="STAGE.FIELD=VALUE",
+        help="Any field of the stages task, search, dataset or train, such as search.cells=256. "
+        "Can be repeated; `qdt run --dry-run` shows all fields.",
+    ),
+]
+Distributed = Annotated[
+    bool,
+    typer.Option("--distributed", help="Join a JAX cluster (SLURM and TPU pods are detected)."),
+]
+Coordinator = Annotated[
+    str, typer.Option(metavar="HOST:PORT", help="Of process 0, where no cluster is detected.")
+]
+NumProcesses = Annotated[int, typer.Option(help="With --coordinator: how many there are.")]
+ProcessId = Annotated[int, typer.Option(help="With --coordinator: which one this is, from 0.")]
+
+
+def start_jax(
+    distributed: bool = False, coordinator: str = "", num_processes: int = 0, process_id: int = -1
+) -> None:
+    from envs import join_cluster, prepare_jax
+
+    prepare_jax()
+    if distributed or coordinator:
+        join_cluster(coordinator, num_processes, process_id)
+
+
+@app.command()
+def run(
+    preset: PresetOption = PresetName.laptop,
+    task: Annotated[str, typer.Option(help="The preset's own if not given.")] = "",
+    seed: SeedOption = 0,
+    out: Annotated[Path, typer.Option(help="Where the runs and the report go.")] = Path("runs/new"),
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan and an estimate, do nothing.")
+    ] = False,
+    set_: SetOption = None,
+) -> None:
+    """The whole pipeline: ME and ME-LS, dataset, QDT, experiments, report."""
+    start_jax()
+    import pipeline
+
+    plan = pipeline.make_plan(preset, task, set_ or [])
+    if dry_run:
+        pipeline.print_plan(plan)
+    else:
+        pipeline.run_all(plan, seed, out)
+
+
+@app.command()
+def search(
+    out: Annotated[Path, typer.Option(help="The run directory; it continues if it is there.")],
+    task: Annotated[str, typer.Option(help="The preset's own if not given.")] = "",
+    algo: Annotated[Algo, typer.Option(help="The algorithm.")] = Algo.me_ls,
+    preset: PresetOption = PresetName.laptop,
+    seed: SeedOption = 0,
+    set_: SetOption = None,
+    distributed: Distributed = False,
+    coordinator: Coordinator = "",
+    num_processes: NumProcesses = 0,
+    process_id: ProcessId = -1,
+) -> None:
+    """Stage 1: policies that cover the behaviour space."""
+    start_jax(distributed, coordinator, num_processes, process_id)
+    import pipeline
+
+    plan = pipeline.make_plan(preset, task, set_ or [])
+    pipeline.do_search(out, plan, algo, seed)
+
+
+@app.command()
+def dataset(
+    run: RunArgument,
+    trajectories: Annotated[int, typer.Option(help="How many; 0: as the preset says.")] = 0,
+    naive: Annotated[
+        bool, typer.Option("--naive", help="All policies play, not the best of each zone.")
+    ] = False,
+    show: Annotated[
+        bool, typer.Option("--show", help="Draw the density of the dataset that is there.")
+    ] = False,
+    set_: SetOption = None,
+    distributed: Distributed = False,
+    coordinator: Coordinator = "",
+    num_processes: NumProcesses = 0,
+    process_id: ProcessId = -1,
+) -> None:
+    """Stage 2: the selected policies of a repertoire play trajectories."""
+    start_jax(distributed, coordinator, num_processes, process_id)
+    import pipeline
+
+    if show:
+        pipeline.show_dataset(run, naive)
+    else:
+        changes = [
+            *(set_ or []),
+            *([f"dataset.trajectories={trajectories}"] if trajectories else []),
+        ]
+        pipeline.do_dataset(run, changes, naive)
+
+
+@app.command()
+def train(
+    run: RunArgument,
+    prune: Annotated[Prune, typer.Option(help="Leave out a part of the dataset.")] = Prune.nothing,
+    naive: Annotated[bool, typer.Option("--naive", help="On the naive dataset.")] = False,
+    set_: SetOption = None,
+    distributed: Distributed = False,
+    coordinator: Coordinator = "",
+    num_processes: NumProcesses = 0,
+    process_id: ProcessId = -1,
+) -> None:
+    """Stage 3: the Quality-Diversity Transformer learns from the dataset."""
+    start_jax(distributed, coordinator, num_processes, process_id)
+    import pipeline
+
+    pipeline.do_train(run, set_ or [], naive, "" if prune == Prune.nothing else prune)
+
+
+@app.command()
+def evaluate(
+    experiment: Annotated[Experiment, typer.Argument(help="Which experiment.")],
+    runs: RunsArgument,
+) -> None:
+    """An experiment of the paper on every run given: numbers as JSON, figures as PNG."""
+    start_jax()
+    import pipeline
+
+    for run in runs:
+        pipeline.do_evaluate(experiment, run)
+
+
+@app.command()
+def act(
+    run: RunArgument,
+    target: Annotated[
+        str, typer.Option(metavar="X Y", help="The behaviour that is asked for, a number per axis.")
+    ],
+    episodes: Annotated[int, typer.Option(help="From as many random starts.")] = 5,
+    seed: SeedOption = 0,
+    html: Annotated[
+        Path | None, typer.Option(help="Also write a page that plays the episodes in 3D.")
+    ] = None,
+) -> None:
+    """Behaviour on demand: the QDT plays towards a target."""
+    start_jax()
+    import pipeline
+
+    pipeline.do_act(run, target, episodes, seed, html)
+
+
+@app.command()
+def show(run: RunArgument) -> None:
+    """What is in a run, with the maps of its repertoire."""
+    start_jax()
+    import pipeline
+
+    pipeline.do_show(run)
+
+
+@app.command()
+def report(
+    runs: RunsArgument,
+    out: Annotated[Path, typer.Option(help="Where report.html and the tables go.")] = Path(
+        "report"
+    ),
+) -> None:
+    """Tables and figures of many runs, beside the paper's, in one page."""
+    start_jax()
+    from report import write_report
+
+    path = write_report(runs, out)
+    print(f"The report is {path}.")
+
+
+def join_target(arguments: list[str]) -> list[str]:
+    """`--target -3 4` as `--target "-3 4"`: as many numbers as follow, negative ones too."""
+    joined: list[str] = []
+    rest = list(arguments)
+    while rest:
+        joined.append(rest.pop(0))
+        if joined[-1] == "--target":
+            numbers = []
+            while rest and _is_number(rest[0]):
+                numbers.append(rest.pop(0))
+            joined += [" ".join(numbers)] if numbers else []
+    return joined
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def main() -> None:
+    """Runs a command; what the user can put right is one sentence and exit code 1."""
+    try:
+        app(join_target(sys.argv[1:]), prog_name="qdt")
+    except KeyboardInterrupt:
+        print("interrupted; what was on disk stays as it is.", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        from runs import Stopped, UserError
+
+        if not isinstance(error, UserError):
+            raise
+        print(f"qdt: {error}", file=sys.stderr)
+        sys.exit(130 if isinstance(error, Stopped) else 1)
+
+
+if __name__ == "__main__":
+    main()

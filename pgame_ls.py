@@ -1,0 +1,442 @@
+"""Search with policy gradients: PGA-MAP-Elites and its Low-Spread version.
+
+Appendices A.2 and A.3 of the paper (algorithms PGAME and PGAME-LS, hyperparameters in the table of
+PGA-MAP-Elites). MAP-Elites varies policies blindly; PGAME also learns, from every transition that is
+ever played, a critic Q_v(s, a): the discounted sum of rewards that follows action a in state s. Half
+of the offspring are then sampled policies that climbed the critic for a while.
+
+    pgame        one episode; higher fitness
+    pgame-ls     E episodes; mean fitness, most frequent cell, spread; higher fitness and lower spread
+
+The critic is trained by TD3 (Fujimoto et al., 2018), which is written out here. It regresses Q_v on
+its own prediction one step later, y = r + γ·Q(s', π(s')), and guards against the optimism of that:
+
+    twin critics         of two critics, the lower one predicts (`target`)
+    target networks      the predicting networks follow the trained ones slowly (`soft_update`)
+    target smoothing     noise on the predicting action: a narrow peak of Q is not believed (`target`)
+    delayed policy       the actor climbs only every second step, on a critic that settled (`train_step`)
+
+TD3's actor is the paper's greedy controller. It is part of the state, so that it is never lost, and
+plays along in every batch. What it plays is inserted under the same rule as everything else.
+
+Repertoire, iso+line variation, insertion, metrics and the loop over iterations are those of `me_ls.py`,
+episodes come from `envs.py`. The whole search is
+`me_ls.search(task, config, seed, stage, pgame_ls.first_state, pgame_ls.iterate)`.
+Reads in this order: config, replay buffer, networks, TD3, variation by gradient, one iteration.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int, Key, PyTree
+
+import me_ls
+from envs import Episodes, Task, devices, rollout
+from me_ls import MLP, Repertoire, SearchConfig, select
+from runs import UserError
+
+
+@dataclass(frozen=True)
+class PGAMEConfig(SearchConfig):
+    """The paper's values; what the paper leaves open is marked and follows the TD3 paper."""
+
+    algo: str = "pgame-ls"
+    gradient_share: float = 0.5  # of the offspring; the greedy actor is counted among them
+    policy_steps: int = 100  # climbing steps of such an offspring
+    policy_rate: float = 0.001  # its learning rate
+    critic_steps: int = 300  # TD3 steps per iteration
+    critic_rate: float = 0.0003
+    critic_hidden: tuple[int, ...] = (256, 256)  # layers of a critic
+    greedy_rate: float = 0.0003  # learning rate of the greedy actor (open)
+    policy_delay: int = 2  # TD3 steps per step of the greedy actor and the target networks (open)
+    soft_update: float = 0.005  # share of the trained network that enters its target network (open)
+    policy_noise: float = 0.2  # target smoothing: its standard deviation
+    noise_clip: float = 0.5  # and its limit
+    discount: float = 0.99  # γ
+    reward_scale: float = 1.0
+    replay: int = 1_000_000  # transitions in the buffer, rounded up to whole episodes (open)
+    td3_batch: int = 256  # transitions per step, of the critic and of a climbing policy (open)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive = ("policy_steps", "critic_steps", "policy_delay", "replay", "td3_batch")
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        if not self.critic_hidden or min(self.critic_hidden) < 1:
+            raise UserError(
+                f"critic_hidden must be sizes of layers such as 256,256, not {self.critic_hidden}."
+            )
+        if not 0 <= self.discount < 1:
+            raise UserError(f"discount must lie in [0, 1), it is {self.discount}.")
+        if self.by_gradient < 1 or self.by_variation < 1:
+            raise UserError(
+                f"a batch of {self.batch} with gradient_share {self.gradient_share} does not hold "
+                "the greedy actor, one offspring by gradient and one by iso+line: a batch of 4 with "
+                "0.5 does."
+            )
+
+    @property
+    def by_gradient(self) -> int:
+        """Offspring that climb the critic."""
+        return int(self.batch * self.gradient_share) - 1
+
+    @property
+    def by_variation(self) -> int:
+        """Offspring by iso+line. The greedy actor completes the batch."""
+        return self.batch - 1 - self.by_gradient
+
+
+# --- the replay buffer ----------------------------------------------------------------------------
+
+
+class Transition(eqx.Module):
+    """One step of an episode, or a batch of them: in s the action a brought the reward r and s'."""
+
+    observation: Float[Array, "*batch observation"]
+    action: Float[Array, "*batch action"]
+    reward: Float[Array, "*batch"]
+    next_observation: Float[Array, "*batch observation"]
+
+
+class Replay(eqx.Module):
+    """The newest episodes in a ring. A transition is a place in an episode, all are equally likely.
+
+    Whole episodes take half the memory of separate transitions, whose s' is the next one's s.
+    """
+
+    observations: Float[Array, "capacity length_plus_1 observation"]
+    actions: Float[Array, "capacity length action"]
+    rewards: Float[Array, "capacity length"]
+    position: Int[Array, ""]  # where the next episode goes
+    size: Int[Array, ""]  # episodes inside
+
+
+def empty_replay(task: Task, transitions: int) -> Replay:
+    capacity = -(-transitions // task.length)
+    return Replay(
+        jnp.zeros((capacity, task.length + 1, task.observation_size)),
+        jnp.zeros((capacity, task.length, task.action_size)),
+        jnp.zeros((capacity, task.length)),
+        jnp.zeros((), jnp.int32),
+        jnp.zeros((), jnp.int32),
+    )
+
+
+@eqx.filter_jit(donate="all-except-first")  # the buffer is changed in place, never copied
+def remember(episodes: Episodes, replay: Replay) -> Replay:
+    """Writes all episodes except those that diverged.
+
+    They go in by turns: the first episode of every policy, then the second of every policy, and so on.
+    When more arrive than the buffer holds, the newest stay: the last few episodes of every policy.
+    """
+    capacity = len(replay.rewards)
+    wanted = ~episodes.diverged.T  # (episodes, policies): the order of writing
+    place = jnp.cumsum(wanted).reshape(wanted.shape) - 1
+    arriving = jnp.sum(wanted, dtype=jnp.int32)
+    written = wanted & (place >= arriving - capacity)
+    beyond = capacity  # outside the ring: dropped
+    slot = jnp.where(written, (replay.position + place) % capacity, beyond).T.reshape(-1)
+
+    def write(ring: Array, new: Array) -> Array:
+        return ring.at[slot].set(new.reshape(-1, *new.shape[2:]), mode="drop")
+
+    return Replay(
+        write(replay.observations, episodes.observations),
+        write(replay.actions, episodes.actions),
+        write(replay.rewards, episodes.rewards),
+        (replay.position + arriving) % capacity,
+        jnp.minimum(replay.size + arriving, capacity),
+    )
+
+
+def sample(replay: Replay, count: int, *, key: Key[Array, ""]) -> Transition:
+    """`count` transitions, uniformly and with replacement."""
+    episode_key, time_key = jax.random.split(key)
+    episode = jax.random.randint(episode_key, (count,), 0, replay.size)
+    time = jax.random.randint(time_key, (count,), 0, replay.rewards.shape[1])
+    return Transition(
+        replay.observations[episode, time],
+        replay.actions[episode, time],
+        replay.rewards[episode, time],
+        replay.observations[episode, time + 1],
+    )
+
+
+# --- networks -------------------------------------------------------------------------------------
+
+
+class Critic(eqx.Module):
+    """Q(s, a): what follows from an action, as one number."""
+
+    layers: list[eqx.nn.Linear]
+
+    def __init__(self, sizes: tuple[int, ...], *, key: Key[Array, ""]):
+        self.layers = MLP(sizes, key=key).layers
+
+    def __call__(
+        self, observation: Float[Array, " observation"], action: Float[Array, " action"]
+    ) -> Float[Array, ""]:
+        *hidden, last = self.layers
+        x = jnp.concatenate([observation, action])
+        for layer in hidden:
+            x = jax.nn.relu(layer(x))
+        return last(x)[0]
+
+
+class TD3(eqx.Module):
+    """The greedy actor and the critics, what predicts for them, and their optimisers."""
+
+    actor: MLP
+    critics: tuple[Critic, Critic]
+    target_actor: MLP
+    target_critics: tuple[Critic, Critic]
+    actor_optimiser: optax.OptState
+    critic_optimiser: optax.OptState
+    steps: Int[Array, ""]  # TD3 steps so far, over all iterations
+
+
+def first_td3(task: Task, config: PGAMEConfig, *, key: Key[Array, ""]) -> TD3:
+    actor_key, *critic_keys = jax.random.split(key, 3)
+    seen, done = task.observation_size, task.action_size
+    actor = MLP((seen, *config.hidden, done), key=actor_key)
+    first, second = (Critic((seen + done, *config.critic_hidden, 1), key=k) for k in critic_keys)
+    critics = (first, second)
+    return TD3(
+        actor,
+        critics,
+        jax.tree.map(jnp.copy, actor),
+        jax.tree.map(jnp.copy, critics),
+        optax.adam(config.greedy_rate).init(actor),
+        optax.adam(config.critic_rate).init(critics),
+        jnp.zeros((), jnp.int32),
+    )
+
+
+# --- TD3 ------------------------------------------------------------------------------------------
+
+
+def target(
+    config: PGAMEConfig, td3: TD3, transition: Transition, noise: Float[Array, " action"]
+) -> Float[Array, ""]:
+    """y = r + γ·min(Q₁', Q₂')(s', π'(s') + ε): what the critics should have said; ε from N(0, I).
+
+    There is no term for the end of an episode: it is a time limit, after which the robot would simply
+    have gone on, and s' is there to predict from.
+    """
+    epsilon = jnp.clip(config.policy_noise * noise, -config.noise_clip, config.noise_clip)
+    after = transition.next_observation
+    action = jnp.clip(td3.target_actor(after) + epsilon, -1.0, 1.0)
+    first, second = (critic(after, action) for critic in td3.target_critics)
+    return config.reward_scale * transition.reward + config.discount * jnp.minimum(first, second)
+
+
+def critic_loss(
+    critics: tuple[Critic, Critic], batch: Transition, targets: Float[Array, " batch"]
+) -> Float[Array, ""]:
+    """Mean squared error, of both critics together."""
+    first, second = (jax.vmap(critic)(batch.observation, batch.action) for critic in critics)
+    return jnp.mean((first - targets) ** 2) + jnp.mean((second - targets) ** 2)
+
+
+def actor_loss(
+    actor: MLP, critic: Critic, observations: Float[Array, "batch observation"]
+) -> Float[Array, ""]:
+    """−Q₁(s, π(s)): its gradient is the deterministic policy gradient."""
+    return -jnp.mean(jax.vmap(lambda s: critic(s, actor(s)))(observations))
+
+
+def soft_update(target: PyTree, trained: PyTree, share: float) -> PyTree:
+    return jax.tree.map(lambda old, new: (1 - share) * old + share * new, target, trained)
+
+
+def adam_step(
+    rate: float, model: PyTree, gradient: PyTree, optimiser: optax.OptState
+) -> tuple[PyTree, optax.OptState]:
+    updates, optimiser = optax.adam(rate).update(gradient, optimiser)
+    return optax.apply_updates(model, updates), optimiser
+
+
+def train_step(
+    config: PGAMEConfig, td3: TD3, batch: Transition, noise: Float[Array, "batch action"]
+) -> tuple[TD3, Float[Array, ""]]:
+    """One step of TD3: always the critics, every `policy_delay`-th time the actor and the targets."""
+    targets = jax.vmap(partial(target, config, td3))(batch, noise)
+    loss, gradient = jax.value_and_grad(critic_loss)(td3.critics, batch, targets)
+    critics, critic_optimiser = adam_step(
+        config.critic_rate, td3.critics, gradient, td3.critic_optimiser
+    )
+    steps = td3.steps + 1
+
+    def climb_and_follow(followers: tuple) -> tuple:
+        actor, target_actor, target_critics, optimiser = followers
+        gradient = jax.grad(actor_loss)(actor, critics[0], batch.observation)
+        actor, optimiser = adam_step(config.greedy_rate, actor, gradient, optimiser)
+        target_actor = soft_update(target_actor, actor, config.soft_update)
+        target_critics = soft_update(target_critics, critics, config.soft_update)
+        return actor, target_actor, target_critics, optimiser
+
+    actor, target_actor, target_critics, actor_optimiser = jax.lax.cond(
+        steps % config.policy_delay == 0,
+        climb_and_follow,
+        lambda followers: followers,
+        (td3.actor, td3.target_actor, td3.target_critics, td3.actor_optimiser),
+    )
+    td3 = TD3(
+        actor, critics, target_actor, target_critics, actor_optimiser, critic_optimiser, steps
+    )
+    return td3, loss
+
+
+@eqx.filter_jit
+def train(
+    config: PGAMEConfig, td3: TD3, replay: Replay, *, key: Key[Array, ""]
+) -> tuple[TD3, Float[Array, ""]]:
+    """`critic_steps` steps on transitions of the buffer; also the mean loss of the critics.
+
+    Every device does all of it: beside the climbing of hundreds of policies, it is little work.
+    """
+
+    def step(td3: TD3, key: Key[Array, ""]) -> tuple[TD3, Array]:
+        sample_key, noise_key = jax.random.split(key)
+        batch = sample(replay, config.td3_batch, key=sample_key)
+        return train_step(config, td3, batch, jax.random.normal(noise_key, batch.action.shape))
+
+    td3, losses = jax.lax.scan(step, td3, jax.random.split(key, config.critic_steps))
+    return td3, jnp.mean(losses)
+
+
+# --- variation by gradient ------------------------------------------------------------------------
+
+
+def climb(
+    config: PGAMEConfig, policy: MLP, critic: Critic, replay: Replay, *, key: Key[Array, ""]
+) -> MLP:
+    """`policy_steps` steps up the critic, with an Adam of its own and a fresh batch for each step."""
+
+    def step(carry: tuple, key: Key[Array, ""]) -> tuple[tuple, None]:
+        policy, optimiser = carry
+        observations = sample(replay, config.td3_batch, key=key).observation
+        gradient = jax.grad(actor_loss)(policy, critic, observations)
+        return adam_step(config.policy_rate, policy, gradient, optimiser), None
+
+    start = (policy, optax.adam(config.policy_rate).init(policy))
+    (policy, _), _ = jax.lax.scan(step, start, jax.random.split(key, config.policy_steps))
+    return policy
+
+
+def default_climbers() -> int:
+    """Policies that climb at a time on a device: one whose weights stay in cache, or all elsewhere."""
+    return 1 if jax.default_backend() == "cpu" else 1 << 30
+
+
+@eqx.filter_jit
+def vary_by_gradient(
+    config: PGAMEConfig,
+    parents: MLP,
+    critic: Critic,
+    replay: Replay,
+    together: int | None = None,
+    *,
+    key: Key[Array, ""],
+) -> MLP:
+    """Lets every parent climb. They are dealt out to the devices, `together` at a time on each."""
+    count = len(parents.layers[0].bias)
+    together = min(count, default_climbers() if together is None else together)
+    row = together * devices().size
+    padded = -(-count // row) * row
+    index = jnp.minimum(jnp.arange(padded), count - 1)  # the last one again, cut off at the end
+    keys = jax.random.split(key, count)
+    divided, everywhere = PartitionSpec("device"), PartitionSpec()
+
+    def climb_share(parents: MLP, keys: Array, critic: Critic, replay: Replay) -> MLP:
+        def climb_one(policy: MLP, key: Key[Array, ""]) -> MLP:
+            return climb(config, policy, critic, replay, key=key)
+
+        return jax.lax.map(lambda x: jax.vmap(climb_one)(*x), (parents, keys))
+
+    def chunks(x: Array) -> Array:
+        return x[index].reshape(-1, together, *x.shape[1:])
+
+    climbed = jax.shard_map(
+        climb_share,
+        mesh=devices(),
+        in_specs=(divided, divided, everywhere, everywhere),
+        out_specs=divided,
+        check_vma=False,
+    )(jax.tree.map(chunks, parents), chunks(keys), critic, replay)
+
+    def unchunk(x: Array) -> Array:
+        x = x.reshape(padded, *x.shape[2:])[:count]
+        return jax.lax.with_sharding_constraint(x, NamedSharding(devices(), everywhere))
+
+    return jax.tree.map(unchunk, climbed)
+
+
+# --- one iteration --------------------------------------------------------------------------------
+
+
+class PGAMEState(eqx.Module):
+    """All that an iteration hands to the next one."""
+
+    repertoire: Repertoire
+    td3: TD3
+    replay: Replay
+
+
+def first_state(task: Task, config: PGAMEConfig, *, key: Key[Array, ""]) -> PGAMEState:
+    repertoire_key, td3_key = jax.random.split(key)
+    return PGAMEState(
+        me_ls.first_state(task, config, key=repertoire_key).repertoire,
+        first_td3(task, config, key=td3_key),
+        empty_replay(task, config.replay),
+    )
+
+
+def iterate(
+    task: Task, config: PGAMEConfig, state: PGAMEState, iteration: int, *, key: Key[Array, ""]
+) -> tuple[PGAMEState, dict[str, Array]]:
+    """One pass through the loop of PGAME (or PGAME-LS); the first one plays random policies."""
+    gradient_key, vary_key, train_key, play_key = jax.random.split(key, 4)
+    repertoire, td3, replay = state.repertoire, state.td3, state.replay
+    counts = {}
+
+    # Sampling and mutation
+    others = config.batch - 1 if iteration == 0 else config.by_variation
+    groups = [me_ls.propose(task, config, repertoire, iteration, others, key=vary_key)]
+    if iteration > 0:
+        parent_key, climb_key = jax.random.split(gradient_key)
+        parents = select(repertoire, config.by_gradient, key=parent_key)
+        groups.append(vary_by_gradient(config, parents, td3.critics[0], replay, key=climb_key))
+
+        # Train the critic, and with it the greedy actor
+        td3, counts["critic_loss"] = train(config, td3, replay, key=train_key)
+    offspring = join(td3.actor, groups)
+
+    # Evaluation
+    keys = jax.random.split(play_key, (config.batch, config.episodes_played))
+    episodes = rollout(task, offspring, keys, record="transitions")
+    replay = remember(episodes, replay)
+    counts["greedy_fitness"] = greedy_fitness(task, episodes)
+
+    # Insertion in the repertoire
+    repertoire, inserted = me_ls.insert_played(config, repertoire, offspring, episodes)
+    return PGAMEState(repertoire, td3, replay), inserted | counts
+
+
+@eqx.filter_jit
+def join(greedy: MLP, groups: list[MLP]) -> MLP:
+    """One batch: the greedy actor, then the others."""
+    alone = jax.tree.map(lambda x: x[None], greedy)
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), alone, *groups)
+
+
+def greedy_fitness(task: Task, episodes: Episodes) -> Float[Array, ""]:
+    """Mean fitness of the greedy actor, the first of the batch; the worst there is if it diverged."""
+    fitness = jnp.where(episodes.diverged[0], task.length * task.worst_reward, episodes.fitness[0])
+    return jnp.mean(fitness)

@@ -1,0 +1,428 @@
+"""The pipeline: presets, and what each command does to a run directory.
+
+    RUN/search/                config, metrics, checkpoints, repertoire.qdt, maps
+    RUN/dataset[-naive]/       shards and meta.json
+    RUN/qdt[-naive|-PRUNE]/    config, metrics, checkpoints, model.qdt (the best epoch)
+    RUN/evaluation/            one JSON file and one figure per experiment
+
+The stages themselves are in `me_ls.py`, `pgame_ls.py`, `dataset.py`, `qdt.py` and `evaluate.py`.
+Reads in this order: presets, the plan, run directories, the stages, experiments, the whole.
+"""
+
+import dataclasses
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dataset as datasets
+import evaluate
+import me_ls
+import pgame_ls
+import plots
+import training
+from dataset import DatasetConfig
+from envs import Task, TaskConfig, make_task, replicate
+from me_ls import Repertoire, SearchConfig
+from pgame_ls import PGAMEConfig
+from qdt import QDT, QDTConfig
+from runs import (
+    Stage,
+    UserError,
+    is_writer,
+    load_tree,
+    lock,
+    make_config,
+    read_json,
+    save_tree,
+    write_json,
+)
+
+# --- presets ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The configuration of every stage."""
+
+    task: TaskConfig
+    search: PGAMEConfig  # `me*` algorithms read only the fields of SearchConfig
+    dataset: DatasetConfig
+    train: QDTConfig
+    preset: str = ""
+
+
+def presets() -> dict[str, dict[str, Plan]]:
+    """By preset and task; the first task of a preset is its own."""
+    paper = Plan(TaskConfig(), PGAMEConfig(), DatasetConfig(), QDTConfig())
+    tiny = Plan(
+        TaskConfig("point-omni", length=40),
+        PGAMEConfig(steps=500_000, cells=64, batch=32, episodes=5, hidden=(32, 32)),
+        DatasetConfig(trajectories=1024, zones=32),
+        QDTConfig(layers=2, heads=2, width=32, batch_size=16, epochs=4),
+    )
+    halfcheetah = Plan(
+        TaskConfig("halfcheetah-uni", length=100),
+        PGAMEConfig(steps=5_000_000, cells=128, batch=128, episodes=10, hidden=(64, 64)),
+        DatasetConfig(trajectories=4096, zones=25),
+        QDTConfig(layers=2, heads=2, width=64, batch_size=8, epochs=10),
+    )
+    ant = replace(
+        halfcheetah,
+        task=TaskConfig("ant-omni", length=100, reach=4.0),
+        search=replace(halfcheetah.search, steps=10_000_000, cells=64),
+    )
+    return {
+        "tiny": {"point-omni": tiny},
+        "laptop": {"halfcheetah-uni": halfcheetah, "ant-omni": ant},
+        "paper": {
+            "halfcheetah-uni": paper,
+            "ant-omni": replace(paper, task=TaskConfig("ant-omni")),
+        },
+    }
+
+
+def make_plan(preset: str, task: str, changes: list[str]) -> Plan:
+    """The preset's plan with `STAGE.FIELD=VALUE` changes."""
+    plans = presets()[preset]
+    task = task or next(iter(plans))
+    if task in plans:
+        plan = plans[task]
+    else:  # any other task with the sizes of the preset's own
+        plan = next(iter(plans.values()))
+        plan = replace(plan, task=TaskConfig(task, length=plan.task.length))
+    make_task(plan.task)
+    return change_plan(replace(plan, preset=str(preset)), changes)
+
+
+def change_plan(plan: Plan, changes: list[str]) -> Plan:
+    stages = ("task", "search", "dataset", "train")
+    for change in changes:
+        name, _, value = change.partition("=")
+        stage, _, option = name.partition(".")
+        if stage not in stages or not option or not value:
+            raise UserError(
+                f"--set takes STAGE.FIELD=VALUE with a stage of {', '.join(stages)}, not {change!r}."
+            )
+        old = getattr(plan, stage)
+        new = make_config(type(old), dataclasses.asdict(old) | {option: value})
+        plan = replace(plan, **{stage: new})
+    return plan
+
+
+# --- run directories --------------------------------------------------------------------------------
+
+
+class Lineage(NamedTuple):
+    """A run that has begun: where it lies and how its search was configured."""
+
+    directory: Path
+    plan: Plan
+    seed: int
+
+    @property
+    def task(self) -> Task:
+        return make_task(self.plan.task)
+
+    @property
+    def algo(self) -> str:
+        return self.plan.search.algo
+
+    def repertoire(self) -> Repertoire:
+        path = self.directory / "search" / "repertoire.qdt"
+        if not path.exists():
+            raise UserError(f"the search in {self.directory} is not finished; continue it first.")
+        like = eqx.filter_eval_shape(lambda: _empty(self.task, self.plan.search))
+        return replicate(load_tree(path, like)[0])
+
+
+def _empty(task: Task, config: SearchConfig) -> Repertoire:
+    return me_ls.empty_repertoire(task, config, jnp.zeros((config.cells, task.descriptor_size)))
+
+
+def search_config(plan: Plan, algo: str) -> SearchConfig:
+    """The fields that the algorithm reads."""
+    kind = PGAMEConfig if algo.startswith("pgame") else SearchConfig
+    fields = {f.name: getattr(plan.search, f.name) for f in dataclasses.fields(kind)}
+    return kind(**fields | {"algo": algo})
+
+
+def open_run(directory: Path) -> Lineage:
+    """Reads what `do_search` wrote; anything else is refused."""
+    path = directory / "search" / "config.json"
+    if not path.exists():
+        raise UserError(f"{directory} is not a run directory: it has no search.")
+    stored = read_json(path)
+    try:
+        config = stored["config"]
+        preset, seed, algo = config["preset"], config["seed"], config["search"]["algo"]
+        task = make_config(TaskConfig, config["task"])
+        known = isinstance(seed, int) and preset in presets() and algo in me_ls.RULES
+    except (KeyError, TypeError):
+        known = False
+    if not known:
+        raise UserError(f"{path} is not the config of a search.")
+    plan = replace(make_plan(preset, task.task, []), task=task)
+    make_task(task)
+    search = dataclasses.asdict(plan.search) | config["search"]
+    return Lineage(directory, replace(plan, search=make_config(PGAMEConfig, search)), seed)
+
+
+def tell(text: str) -> None:
+    if is_writer():
+        print(text, flush=True)
+
+
+# --- the stages -------------------------------------------------------------------------------------
+
+
+def do_search(directory: Path, plan: Plan, algo: str, seed: int) -> Lineage:
+    task, config = make_task(plan.task), search_config(plan, algo)
+    with lock(directory):
+        about = {"preset": plan.preset, "task": plan.task, "search": config, "seed": seed}
+        stage = Stage(directory / "search", about)
+        path = stage.directory / "repertoire.qdt"
+        if path.exists():
+            tell(f"{algo}: the search in {directory} is finished.")
+        else:
+            tell(
+                f"{algo}: {config.iterations(task):,} iterations of {config.batch} policies × "
+                f"{config.episodes_played} episodes on {plan.task.task}."
+            )
+            if isinstance(config, PGAMEConfig):
+                first, iterate = pgame_ls.first_state, pgame_ls.iterate
+            else:
+                first, iterate = me_ls.first_state, me_ls.iterate
+            save_tree(path, me_ls.search(task, config, seed, stage, first, iterate))
+    return open_run(directory)
+
+
+def do_dataset(directory: Path, changes: list[str], naive: bool) -> datasets.Dataset:
+    lineage = open_run(directory)
+    config = replace(change_plan(lineage.plan, changes).dataset, naive=naive)
+    with lock(directory):
+        about = {"dataset": config, "seed": lineage.seed}
+        stage = Stage(directory / ("dataset-naive" if naive else "dataset"), about)
+        tell(f"dataset: {config.trajectories:,} trajectories of {lineage.task.length} steps.")
+        return datasets.build(lineage.task, lineage.repertoire(), config, lineage.seed, stage)
+
+
+def open_dataset(lineage: Lineage, naive: bool = False) -> datasets.Dataset:
+    directory = lineage.directory / ("dataset-naive" if naive else "dataset")
+    if not (directory / "meta.json").exists():
+        raise UserError(f"{lineage.directory} has no {directory.name}; `qdt dataset` makes one.")
+    return datasets.open_dataset(directory)
+
+
+def do_train(directory: Path, changes: list[str], naive: bool, prune: str) -> QDT:
+    lineage = open_run(directory)
+    config = change_plan(lineage.plan, changes).train
+    data = open_dataset(lineage, naive)
+    name = "-".join(["qdt", *(["naive"] if naive else []), *([prune] if prune else [])])
+    with lock(directory):
+        stage = Stage(directory / name, {"train": config, "prune": prune, "seed": lineage.seed})
+        path = stage.directory / "model.qdt"
+        if path.exists():
+            tell(f"{name}: the training in {directory} is finished.")
+            return load_model(lineage, name)
+        view = datasets.prune(data, prune, seed=lineage.seed) if prune else None
+        tell(f"{name}: {config.epochs} epochs, width {config.width}, {config.layers} layers.")
+        model = training.train(lineage.task, config, data, view, lineage.seed, stage)
+        save_tree(path, model)
+    return model
+
+
+def load_model(lineage: Lineage, name: str = "qdt") -> QDT:
+    """The best epoch of a training."""
+    directory = lineage.directory / name
+    path = directory / "model.qdt"
+    if not path.exists():
+        raise UserError(f"{lineage.directory} has no trained {name}; `qdt train` makes one.")
+    stored = read_json(directory / "config.json")
+    try:
+        config = make_config(QDTConfig, stored["config"]["train"])
+    except (KeyError, TypeError):
+        raise UserError(f"{directory / 'config.json'} is not the config of a training.") from None
+    like = eqx.filter_eval_shape(training.make_model, lineage.task, config, key=jax.random.key(0))
+    return replicate(load_tree(path, like)[0])
+
+
+def models(lineage: Lineage) -> dict[str, QDT]:
+    """Every QDT that was trained in a run: `qdt`, and those of the ablations."""
+    found = sorted(path.parent.name for path in lineage.directory.glob("qdt*/model.qdt"))
+    return {name: load_model(lineage, name) for name in found}
+
+
+# --- looking at a run -------------------------------------------------------------------------------
+
+
+def do_show(directory: Path) -> None:
+    """Prints what is there and draws the maps of the repertoire."""
+    lineage = open_run(directory)
+    task, repertoire = lineage.task, lineage.repertoire()
+    metrics = {n: float(x) for n, x in me_ls.repertoire_metrics(task, repertoire).items()}
+    config = lineage.plan.search
+    print(f"{directory}: {config.algo} on {lineage.plan.task.task}, seed {lineage.seed}")
+    print(f"  episodes of {task.length} steps, {config.episodes_played} per policy")
+    print(f"  {int(repertoire.occupied.sum())} of {config.cells} cells are occupied")
+    for name, value in metrics.items():
+        if name != "mean_spread" or config.episodes_played > 1:
+            print(f"  {name} {value:.4g}")
+    for name in ("dataset", "dataset-naive"):
+        if (directory / name / "meta.json").exists():
+            data = open_dataset(lineage, naive=name.endswith("naive"))
+            print(f"  {name}: {len(data):,} trajectories of {len(set(data.policy))} policies")
+    for name, model in models(lineage).items():
+        size = sum(x.size for x in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
+        print(f"  {name}: {size:,} parameters")
+    if task.descriptor_size == 2:
+        for name in ("fitness", "spread"):
+            if name == "spread" and config.episodes_played == 1:
+                continue
+            values = np.where(repertoire.occupied, getattr(repertoire, name), np.nan)
+            figure = plots.cell_maps(
+                {config.algo: (repertoire.centroids, values)},
+                task.low,
+                task.high,
+                plots.axis_names(lineage.plan.task.task),
+                name,
+                lighter_is="high" if name == "fitness" else "low",
+            )
+            path = directory / "search" / f"{name}.png"
+            plots.save(figure, path)
+            print(f"  {path}")
+
+
+def show_dataset(directory: Path, naive: bool) -> None:
+    """Prints and draws where the trajectories of a dataset ended."""
+    lineage = open_run(directory)
+    data = open_dataset(lineage, naive)
+    counts, _ = datasets.density(data)
+    zones = len(data.meta.selection.centroids)
+    print(
+        f"{len(data):,} trajectories of {len(set(data.policy))} policies; {data.diverged} diverged "
+        f"and were left out; {len(set(data.zone))} of {zones} zones have a policy."
+    )
+    if lineage.task.descriptor_size == 2:
+        names = plots.axis_names(lineage.plan.task.task)
+        title = "naive" if naive else "all"
+        figure = plots.density_map({title: counts}, lineage.task.low, lineage.task.high, names)
+        path = data.directory / "density.png"
+        plots.save(figure, path)
+        print(path)
+
+
+# --- experiments ------------------------------------------------------------------------------------
+
+EVALUATION_SEED = 0xE7A1  # apart from everything that a search, a dataset or a training draws
+
+
+def do_evaluate(experiment: str, directory: Path) -> dict[str, Any]:
+    """Runs an experiment, unless its result is there, and writes RUN/evaluation/EXPERIMENT.json."""
+    lineage = open_run(directory)
+    path = directory / "evaluation" / f"{experiment}.json"
+    experiments = {
+        "accuracy": evaluate_accuracy,
+        "reproducibility": evaluate_reproducibility,
+        "reassess": evaluate_reassessment,
+        "generalize": evaluate_generalization,
+        "calibrate": evaluate_calibration,
+    }
+    key = jax.random.fold_in(jax.random.key(lineage.seed), EVALUATION_SEED)
+    result = experiments[experiment](lineage, key)
+    path.parent.mkdir(exist_ok=True)
+    write_json(path, result)
+    for line in summary(experiment, result):
+        tell(f"{lineage.algo}, {line}")
+    return result
+
+
+def goals_of(lineage: Lineage) -> jax.Array:
+    return evaluate.goals(lineage.task, lineage.task.zones)
+
+
+def _accuracy(measured: evaluate.Accuracy) -> dict[str, Any]:
+    return measured._asdict() | {
+        "mean_distance": float(jnp.nanmean(measured.distance)),
+        "mean_spread": float(jnp.nanmean(measured.spread)),
+        "max_fitness": float(jnp.nanmax(measured.fitness)),
+    }
+
+
+def evaluate_accuracy(lineage: Lineage, key: jax.Array) -> dict[str, Any]:
+    """The repertoire's nearest policies, and every QDT of the run, on goals that cover the space."""
+    task, goals, repertoire = lineage.task, goals_of(lineage), lineage.repertoire()
+    result = {"repertoire": evaluate.accuracy_of_repertoire(task, repertoire, goals, key=key)}
+    keys = jax.random.split(key, (len(goals), evaluate.EPISODES))
+    for name, model in models(lineage).items():
+        result[name] = evaluate.measure(goals, training.play(task, model, goals, keys))
+    return {name: _accuracy(measured) for name, measured in result.items()}
+
+
+def evaluate_reassessment(lineage: Lineage, key: jax.Array) -> dict[str, Any]:
+    again = evaluate.reassess(lineage.task, lineage.repertoire(), key=key)
+    return {
+        "before": again.before,
+        "after": again.after,
+        "spread": again.spread,
+        "reachable": evaluate.reachable(goals_of(lineage), again.descriptor),
+    }
+
+
+def evaluate_reproducibility(lineage: Lineage, key: jax.Array) -> dict[str, Any]:
+    played = evaluate.reproducibility(lineage.task, lineage.repertoire(), key=key)
+    return played._asdict()
+
+
+def evaluate_calibration(lineage: Lineage, key: jax.Array) -> dict[str, Any]:
+    task, model = lineage.task, load_model(lineage)
+    found = evaluate.calibrate(
+        task,
+        lambda targets, keys: training.play(task, model, targets, keys),
+        goals_of(lineage),
+        key=key,
+    )
+    return {
+        "targets": found.targets,
+        "before": _accuracy(found.before),
+        "after": _accuracy(found.after),
+        "episodes": found.episodes,
+    }
+
+
+def evaluate_generalization(lineage: Lineage, key: jax.Array) -> dict[str, Any]:
+    """QDTs on pruned datasets, trained here where they are missing."""
+    task, goals, data = lineage.task, goals_of(lineage), open_dataset(lineage)
+    keys = jax.random.split(key, (len(goals), evaluate.EPISODES))
+    result = {}
+    for how in ("", *datasets.PRUNINGS):
+        model = do_train(lineage.directory, [], naive=False, prune=how)
+        view = datasets.prune(data, how, seed=lineage.seed) if how else None
+        counts, _ = datasets.density(data, view=view)
+        measured = evaluate.measure(goals, training.play(task, model, goals, keys))
+        result[how or "all"] = {"density": counts} | _accuracy(measured)
+    return result
+
+
+def summary(experiment: str, result: dict[str, Any]) -> list[str]:
+    """One line for each number that an experiment is about."""
+    if experiment in ("accuracy", "generalize"):
+        return [
+            f"{name}: distance {r['mean_distance']:.4g}, spread {r['mean_spread']:.4g}"
+            for name, r in result.items()
+        ]
+    if experiment == "reassess":
+        before, after = result["before"], result["after"]
+        names = ("coverage", "max_fitness", "qd_score")
+        return [f"{n}: {before[n]:.4g}, re-evaluated {after[n]:.4g}" for n in names] + [
+            f"spread, re-evaluated: {result['spread']:.4g}"
+        ]
+    if experiment == "calibrate":
+        before, after = result["before"]["mean_distance"], result["after"]["mean_distance"]
+        cost = result["episodes"]
+        return [f"distance {before:.4g}, calibrated {after:.4g}, found in {cost:,} episodes"]
+    return [f"spread of three policies: {', '.join(f'{float(s):.4g}' for s in result['spread'])}"]

@@ -1,0 +1,503 @@
+"""The Quality-Diversity Transformer: one policy that plays any behaviour on demand.
+
+Section 4.2 and algorithm 5 of the paper. A trajectory is read as the tokens
+(BD, O_0, A_0, BD, O_1, A_1, ...) by a causal Transformer (GPT-2), which predicts A_t from the token
+of O_t. In order: the configuration; dropout, attention and the model, written for one trajectory;
+decoding with a cache of keys and values; the loss and one step of training.
+
+The mathematics is GPT-2's; three choices make it fast without changing the result. Attention goes
+over blocks of queries, so that its tokens x tokens matrix never exists at once and the half behind
+the causal mask is not computed. The last layer is computed for the O tokens only, because nothing
+reads its other outputs. Dropout draws its noise from a hash inside the loop that uses it.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, PyTree, UInt32
+
+
+@dataclass(frozen=True)
+class QDTConfig:
+    """The defaults are the paper's (its table for the QDT) wherever it names a value."""
+
+    # Transformer: layers, attention heads per layer, width of a token.
+    layers: int = 4
+    heads: int = 8
+    width: int = 256
+    # Share of the attention weights, the layers' outputs and the embeddings that is dropped.
+    dropout: float = 0.1
+    # What the model is told of the goal: the target descriptor at every step (the paper's choice),
+    # once at the start, or at every step what is left of it: target minus achieved so far.
+    conditioning: Literal["every-step", "start", "to-go"] = "every-step"
+    # Give observations mean 0 and deviation 1. The paper feeds them raw.
+    normalise_observations: bool = False
+    # Trajectories per optimiser step, and how many of them one device holds at once. Only memory
+    # and speed depend on the latter: one at a time fits a CPU's cache, a GPU wants many.
+    batch_size: int = 256
+    micro_batch: int = 1
+    # AdamW. The paper names no weight decay; this one is the Decision Transformer's.
+    learning_rate: float = 7e-4
+    weight_decay: float = 1e-4
+    # Arithmetic of the matrix products and activations; weights are always kept in float32.
+    precision: Literal["float32", "bfloat16"] = "float32"
+
+
+class Trajectory(eqx.Module):
+    """One episode, or a batch of episodes along leading axes."""
+
+    descriptor: Float[Array, "*batch descriptor"]
+    observations: Float[Array, "*batch time observation"]
+    actions: Float[Array, "*batch time action"]
+    # The descriptor of the steps before each step, only read by conditioning "to-go".
+    achieved: Float[Array, "*batch time descriptor"] | None = None
+
+
+# ------------------------------------------------------------------------------------- dropout
+
+Seed = UInt32[Array, "2"]
+
+
+def kept(seed: Seed, shape: tuple[int, ...], rate: float, drawn: int = 0) -> Bool[Array, "..."]:
+    """Bernoulli(1 - rate) for every element, from a hash of the seed and the element's number.
+
+    The hash ("lowbias32": every output bit depends on every input bit) is a handful of integer
+    operations that XLA fuses into whatever reads the mask. On a CPU it is 20 times as fast as
+    `jax.random.bernoulli`, which would cost more than the attention that it disturbs. `drawn` says
+    how many elements this seed has served already.
+    """
+    bits = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape) + jnp.uint32(drawn)
+    bits = bits ^ seed[0]
+    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x7FEB352D)
+    # A second word of seed, so that the streams of two seeds are not permutations of each other.
+    bits = (bits ^ (bits >> 15) ^ seed[1]) * jnp.uint32(0x846CA68B)
+    return bits ^ (bits >> 16) < jnp.uint32((1 - rate) * 2**32)
+
+
+def dropout(x: Float[Array, "..."], seed: Seed | None, rate: float) -> Float[Array, "..."]:
+    if seed is None:
+        return x
+    return jnp.where(kept(seed, x.shape, rate), x / (1 - rate), 0)
+
+
+# ----------------------------------------------------------------------------------- attention
+
+# Queries whose scores exist at once: 128 rows against 750 tokens, some heads, fill a core's cache.
+BLOCK = 128
+
+
+def attend(
+    q: Float[Array, "head query d"],
+    k: Float[Array, "head d token"],
+    v: Float[Array, "head d token"],
+    visible: Bool[Array, "query token"],
+    seed: Seed | None = None,
+    rate: float = 0.0,
+    drawn: int = 0,
+) -> Float[Array, "head query d"]:
+    """Softmax attention of some queries to the tokens that each may see, with dropout."""
+    scores = jnp.einsum("hqd,hdk->hqk", q / math.sqrt(q.shape[2]), k)
+    scores = jnp.where(visible, scores.astype(jnp.float32), -jnp.inf)
+    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
+    total = weights.sum(-1, keepdims=True)
+    if seed is not None:
+        weights = jnp.where(kept(seed, weights.shape, rate, drawn), weights / (1 - rate), 0)
+    # Softmax divides the weights by their total; dividing the outputs is the same, for less work.
+    output = jnp.einsum("hqk,hdk->hqd", weights.astype(v.dtype), v)
+    return (output / total).astype(v.dtype)
+
+
+def causal_attention(
+    q: Float[Array, "head query d"],
+    k: Float[Array, "head d token"],
+    v: Float[Array, "head d token"],
+    seed: Seed | None,
+    rate: float,
+    first: int,
+    stride: int,
+) -> Float[Array, "head query d"]:
+    """Attention of the tokens first, first + stride, ... to all tokens up to themselves.
+
+    Keys and values have their tokens last: the products here and in the gradient are then all of a
+    form that a CPU multiplies at full speed (with the features last they take 1.7 times as long).
+    """
+    heads, queries, _ = q.shape
+    size, drawn, outputs = max(1, BLOCK // stride), 0, []
+    for start in range(0, queries, size):
+        stop = min(start + size, queries)
+        position = first + stride * jnp.arange(start, stop)
+        seen = first + stride * (stop - 1) + 1
+        visible = jnp.arange(seen) <= position[:, None]
+        # The gradient computes a block's weights again instead of storing them: that saves most of
+        # the memory of training, and on a CPU time as well.
+        block = jax.checkpoint(partial(attend, rate=rate, drawn=drawn))
+        outputs.append(block(q[:, start:stop], k[..., :seen], v[..., :seen], visible, seed))
+        drawn += heads * (stop - start) * seen
+    return jnp.concatenate(outputs, axis=1)
+
+
+# --------------------------------------------------------------------------------------- model
+
+
+class Linear(eqx.Module):
+    weight: Float[Array, "in out"]
+    bias: Float[Array, "out"]
+
+    def __init__(self, size_in: int, size_out: int, *, scale: float = 0.02, key: PRNGKeyArray):
+        self.weight = scale * jax.random.normal(key, (size_in, size_out))
+        self.bias = jnp.zeros(size_out)
+
+    def __call__(self, x: Float[Array, "*token in"]) -> Float[Array, "*token out"]:
+        return x.astype(self.weight.dtype) @ self.weight + self.bias
+
+
+class LayerNorm(eqx.Module):
+    weight: Float[Array, "width"]
+    bias: Float[Array, "width"]
+
+    def __init__(self, width: int):
+        self.weight, self.bias = jnp.ones(width), jnp.zeros(width)
+
+    def __call__(self, x: Float[Array, "*token width"]) -> Float[Array, "*token width"]:
+        wide = x.astype(jnp.float32)
+        centred = wide - wide.mean(-1, keepdims=True)
+        deviation = jnp.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+        return (centred / deviation).astype(x.dtype) * self.weight + self.bias
+
+
+class Embedding(eqx.Module):
+    """A linear layer, then layer normalisation: one for each modality."""
+
+    linear: Linear
+    norm: LayerNorm
+
+    def __init__(self, size: int, width: int, *, key: PRNGKeyArray):
+        self.linear, self.norm = Linear(size, width, key=key), LayerNorm(width)
+
+    def __call__(self, x: Float[Array, "*token in"]) -> Float[Array, "*token width"]:
+        return self.norm(self.linear(x))
+
+
+class Layer(eqx.Module):
+    """Attention, then a ReLU network; each reads a normalised copy and adds to its input."""
+
+    norm_attention: LayerNorm
+    query_key_value: Linear
+    mix: Linear
+    norm_mlp: LayerNorm
+    expand: Linear
+    contract: Linear
+    heads: int = eqx.field(static=True)
+    dropout: float = eqx.field(static=True)
+
+    def __init__(self, config: QDTConfig, *, key: PRNGKeyArray):
+        width = config.width
+        keys = jax.random.split(key, 4)
+        # GPT-2: what is added to the residual stream starts smaller, the more layers add to it.
+        residual = 0.02 / math.sqrt(2 * config.layers)
+        self.norm_attention, self.norm_mlp = LayerNorm(width), LayerNorm(width)
+        self.query_key_value = Linear(width, 3 * width, key=keys[0])
+        self.mix = Linear(width, width, scale=residual, key=keys[1])
+        self.expand = Linear(width, 4 * width, key=keys[2])
+        self.contract = Linear(4 * width, width, scale=residual, key=keys[3])
+        self.heads, self.dropout = config.heads, config.dropout
+
+    def __call__(
+        self,
+        x: Float[Array, "token width"],
+        seeds: UInt32[Array, "3 2"] | None = None,
+        first: int = 0,
+        stride: int = 1,
+    ) -> Float[Array, "query width"]:
+        """The layer's outputs for the tokens first, first + stride, ..., which read all before."""
+        seed_attention, *seeds_residual = (None, None, None) if seeds is None else seeds
+        q, k, v = self.project(x)
+        y = causal_attention(q[:, first::stride], k, v, seed_attention, self.dropout, first, stride)
+        return self.finish(x[first::stride], y, *seeds_residual)
+
+    def project(self, x: Float[Array, "token width"]):
+        """Queries [head, token, d], keys and values [head, d, token]."""
+        qkv = self.query_key_value(self.norm_attention(x)).T
+        q, k, v = qkv.reshape(3, self.heads, -1, len(x))
+        return q.transpose(0, 2, 1), k, v
+
+    def finish(
+        self,
+        x: Float[Array, "token width"],
+        attended: Float[Array, "head token d"],
+        seed_attention: Seed | None = None,
+        seed_mlp: Seed | None = None,
+    ) -> Float[Array, "token width"]:
+        y = self.mix(attended.transpose(1, 0, 2).reshape(x.shape))
+        x = x + dropout(y, seed_attention, self.dropout)
+        y = self.contract(jax.nn.relu(self.expand(self.norm_mlp(x))))
+        return x + dropout(y, seed_mlp, self.dropout)
+
+
+class QDT(eqx.Module):
+    """The model of algorithm 5: E_BD, E_O, E_A, E_t, Transformer and Pred_A."""
+
+    embed_descriptor: Embedding
+    embed_observation: Embedding
+    embed_action: Embedding
+    embed_time: Float[Array, "time width"]
+    layers: Layer  # all of them, stacked along a leading axis
+    norm: LayerNorm
+    head: Linear
+    # Of the training set; not trained. Raw observations have 0 and 1 here.
+    observation_mean: Float[Array, "observation"]
+    observation_std: Float[Array, "observation"]
+    config: QDTConfig = eqx.field(static=True)
+
+    def __init__(
+        self,
+        config: QDTConfig,
+        *,
+        descriptor_size: int,
+        observation_size: int,
+        action_size: int,
+        steps: int,
+        key: PRNGKeyArray,
+    ):
+        if config.width % config.heads:
+            raise ValueError(
+                f"The QDT's width ({config.width}) must be a multiple of its number of heads "
+                f"({config.heads})."
+            )
+        width = config.width
+        keys = jax.random.split(key, 6)
+        self.embed_descriptor = Embedding(descriptor_size, width, key=keys[0])
+        self.embed_observation = Embedding(observation_size, width, key=keys[1])
+        self.embed_action = Embedding(action_size, width, key=keys[2])
+        self.embed_time = 0.02 * jax.random.normal(keys[3], (steps, width))
+        layer_keys = jax.random.split(keys[4], config.layers)
+        self.layers = jax.vmap(lambda key: Layer(config, key=key))(layer_keys)
+        self.norm = LayerNorm(width)
+        self.head = Linear(width, action_size, key=keys[5])
+        self.observation_mean = jnp.zeros(observation_size)
+        self.observation_std = jnp.ones(observation_size)
+        self.config = config
+
+    def __call__(
+        self,
+        descriptor: Float[Array, "descriptor"],
+        observations: Float[Array, "time observation"],
+        actions: Float[Array, "time action"],
+        achieved: Float[Array, "time descriptor"] | None = None,
+        *,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "time action"]:
+        """The action predicted at each step, from everything up to that step's observation.
+
+        `achieved[t]` is the descriptor of the steps before t, for conditioning "to-go". Dropout is
+        on if there is a key.
+        """
+        model = self.in_precision()
+        time = model.embed_time[: len(observations)]
+        o = model.embed_observation(self.normalise(observations)) + time
+        a = model.embed_action(actions) + time
+        bd = model.embed_descriptor(self.goal(descriptor, achieved))
+        if self.config.conditioning == "start":
+            tokens = jnp.concatenate([bd[None] + time[0], interleave(o, a)])
+        else:
+            tokens = interleave(bd + time, o, a)
+        return model.predict(tokens, key=key).astype(jnp.float32)
+
+    def predict(
+        self, tokens: Float[Array, "token width"], *, key: PRNGKeyArray | None = None
+    ) -> Float[Array, "time action"]:
+        """Transformer and Pred_A: from the interleaved embeddings to an action for each O token."""
+        rate, layers = self.config.dropout, self.config.layers
+        seed, seeds = None, None
+        if key is not None and rate > 0:
+            seed, *seeds = jax.random.bits(key, (1 + 3 * layers, 2))
+            seeds = jnp.stack(seeds).reshape(layers, 3, 2)
+        x = dropout(tokens, seed, rate)
+        # One layer is compiled for all; the last has a form of its own, as only O tokens are read.
+        below = jax.tree.map(lambda leaf: leaf[:-1], (self.layers, seeds))
+        x, _ = jax.lax.scan(lambda x, layer: (layer[0](x, layer[1]), None), x, below)
+        layer, seeds = jax.tree.map(lambda leaf: leaf[-1], (self.layers, seeds))
+        x = layer(x, seeds, first=1, stride=2 if self.config.conditioning == "start" else 3)
+        return self.head(self.norm(x))
+
+    def goal(
+        self,
+        descriptor: Float[Array, "descriptor"],
+        achieved: Float[Array, "*time descriptor"] | None,
+    ) -> Float[Array, "*tokens descriptor"]:
+        """What the BD tokens show."""
+        if self.config.conditioning != "to-go":
+            return descriptor
+        if achieved is None:
+            raise ValueError('Conditioning "to-go" needs the descriptor achieved so far.')
+        return descriptor - achieved
+
+    def normalise(self, observation: Float[Array, "*time o"]) -> Float[Array, "*time o"]:
+        mean, std = jax.lax.stop_gradient((self.observation_mean, self.observation_std))
+        # An observation that never varies has no deviation to be divided by.
+        return (observation - mean) / jnp.maximum(std, 1e-6)
+
+    def in_precision(self) -> "QDT":
+        return jax.tree.map(lambda leaf: leaf.astype(self.config.precision), self)
+
+
+def interleave(*sequences: Float[Array, "time width"]) -> Float[Array, "token width"]:
+    return jnp.stack(sequences, axis=1).reshape(-1, sequences[0].shape[1])
+
+
+# ------------------------------------------------------------------------------------ decoding
+
+
+class Cache(eqx.Module):
+    """What an episode has shown so far: the tokens' keys and values in every layer."""
+
+    keys: Float[Array, "layer head d token"]
+    values: Float[Array, "layer head d token"]
+    action: Float[Array, "action"]  # the last one taken
+    step: Int[Array, ""]
+
+
+def initial_cache(model: QDT) -> Cache:
+    config = model.config
+    steps, tokens = len(model.embed_time), 2 if config.conditioning == "start" else 3
+    shape = config.layers, config.heads, config.width // config.heads, tokens * steps
+    return Cache(
+        keys=jnp.zeros(shape, config.precision),
+        values=jnp.zeros(shape, config.precision),
+        action=jnp.zeros_like(model.head.bias),
+        step=jnp.zeros((), jnp.int32),
+    )
+
+
+def act(
+    model: QDT,
+    cache: Cache,
+    target: Float[Array, "descriptor"],
+    observation: Float[Array, "observation"],
+    achieved: Float[Array, "descriptor"] | None = None,
+) -> tuple[Float[Array, "action"], Cache]:
+    """The next action of an episode, at the cost of its new tokens: the evaluation of algorithm 5.
+
+    Feeds the tokens since the last call, (A_{t-1}, BD, O_t), and reads the action from the last. To
+    play another action than this one, write it into `cache.action`.
+    """
+    net, start, t = model.in_precision(), model.config.conditioning == "start", cache.step
+    time = net.embed_time[t]
+    o = net.embed_observation(model.normalise(observation)) + time
+    a = net.embed_action(cache.action) + net.embed_time[jnp.maximum(t - 1, 0)]
+    bd = net.embed_descriptor(model.goal(target, achieved)) + time
+    x = jnp.stack([jnp.where(t == 0, bd, a), o] if start else [a, bd, o])
+    position = len(x) * t + jnp.arange(len(x))
+    token = jnp.arange(cache.keys.shape[-1])
+    visible = token <= position[:, None]
+    if not start:
+        # There is no A_{-1}: what stands in its place sees itself, and nobody else sees it.
+        visible &= (token > 0) | (position[:, None] == 0)
+
+    def through(carry, numbered_layer):
+        x, keys, values = carry
+        i, layer = numbered_layer
+        q, k, v = layer.project(x)
+        keys = jax.lax.dynamic_update_slice(keys, k[None], (i, 0, 0, position[0]))
+        values = jax.lax.dynamic_update_slice(values, v[None], (i, 0, 0, position[0]))
+        return (layer.finish(x, attend(q, keys[i], values[i], visible)), keys, values), None
+
+    layers = jnp.arange(model.config.layers), net.layers
+    (x, keys, values), _ = jax.lax.scan(through, (x, cache.keys, cache.values), layers)
+    action = net.head(net.norm(x[-1])).astype(jnp.float32).clip(-1, 1)
+    return action, Cache(keys, values, action, t + 1)
+
+
+# ------------------------------------------------------------------------------------ training
+
+
+class TrainState(eqx.Module):
+    model: QDT
+    optimiser: PyTree[Array]
+
+
+def initial_state(model: QDT) -> TrainState:
+    return TrainState(model, optimiser(model.config).init(model))
+
+
+def optimiser(config: QDTConfig) -> optax.GradientTransformation:
+    return optax.adamw(config.learning_rate, weight_decay=config.weight_decay, mask=decayed)
+
+
+def decayed(model: QDT) -> PyTree[bool]:
+    """Matrices decay; biases, norms, embeddings of time and the statistics do not."""
+
+    def mark(node):
+        if isinstance(node, Linear):
+            return eqx.tree_at(lambda linear: (linear.weight, linear.bias), node, (True, False))
+        return False
+
+    return jax.tree.map(mark, model, is_leaf=lambda node: isinstance(node, Linear))
+
+
+def loss(
+    model: QDT, batch: Trajectory, keys: Key[Array, "batch"] | None = None
+) -> Float[Array, ""]:
+    """Mean squared error over all steps of all trajectories; dropout is on if there are keys."""
+
+    def error(trajectory, key):
+        predicted = model(
+            trajectory.descriptor,
+            trajectory.observations,
+            trajectory.actions,
+            trajectory.achieved,
+            key=key,
+        )
+        return jnp.mean((predicted - trajectory.actions) ** 2)
+
+    return jnp.mean(jax.vmap(error)(batch, keys))
+
+
+def loss_and_gradient(
+    model: QDT, batch: Trajectory, keys: Key[Array, "batch"] | None = None
+) -> tuple[Float[Array, ""], QDT]:
+    """`jax.value_and_grad(loss)` of a batch of any size, in the memory of one micro-batch a device.
+
+    Every device goes through its share of the batch, a micro-batch at a time, and adds up.
+    """
+    mesh = Mesh(jax.local_devices(), ("device",))
+    size, micro_batch = len(batch.actions), model.config.micro_batch
+    if size % (mesh.size * micro_batch):
+        raise ValueError(
+            f"The batch ({size} trajectories) must be a multiple of the number of devices times "
+            f"the micro-batch ({mesh.size} x {micro_batch})."
+        )
+    parts = size // micro_batch
+
+    def on_device(model, *share):
+        def add(total, part):
+            return jax.tree.map(jnp.add, total, jax.value_and_grad(loss)(model, *part)), None
+
+        split = jax.tree.map(lambda x: x.reshape(-1, micro_batch, *x.shape[1:]), share)
+        zero = jax.tree.map(jnp.zeros_like, (jnp.float32(0), model))
+        total, _ = jax.lax.scan(add, zero, split)
+        return jax.tree.map(lambda x: jax.lax.psum(x, "device") / parts, total)
+
+    split, whole = PartitionSpec("device"), PartitionSpec()
+    return jax.shard_map(
+        on_device, mesh=mesh, in_specs=(whole, split, split), out_specs=whole, check_vma=False
+    )(model, batch, keys)
+
+
+@jax.jit
+def train_step(
+    state: TrainState, batch: Trajectory, key: PRNGKeyArray
+) -> tuple[TrainState, Float[Array, ""]]:
+    """One step of AdamW on one batch; also returns the loss."""
+    # A key for each trajectory's number in the batch: its dropout is the same on any device.
+    keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(len(batch.actions)))
+    value, gradient = loss_and_gradient(state.model, batch, keys)
+    updates, moments = optimiser(state.model.config).update(gradient, state.optimiser, state.model)
+    return TrainState(eqx.apply_updates(state.model, updates), moments), value

@@ -1,0 +1,417 @@
+"""The report: everything that is in a set of runs, beside the paper's numbers, in one HTML page.
+
+Tables are also written as Markdown, CSV and LaTeX, figures as PNG. The page opens without a network.
+Reads in this order: the paper's numbers, gathering, tables, figures, the page.
+"""
+
+import base64
+import html
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+
+import plots
+from pipeline import Lineage, open_run
+from runs import UserError, read_json, read_metrics, write_safely
+
+# --- the paper's numbers ----------------------------------------------------------------------------
+
+# Table 1: (distance, spread), mean and deviation over five seeds. Halfcheetah-Uni in units, not × 10².
+PAPER_ACCURACY: dict[str, dict[str, tuple[tuple[float, float], tuple[float, float]]]] = {
+    "ant-omni": {
+        "ME": ((6.38, 0.15), (3.76, 0.03)),
+        "PGAME": ((6.39, 0.14), (3.99, 0.09)),
+        "ME-LS": ((3.01, 0.05), (2.33, 0.01)),
+        "PGAME-LS": ((3.13, 0.04), (2.24, 0.04)),
+        "ME-Sampling": ((5.10, 0.19), (4.50, 0.11)),
+        "QDT(ME)": ((4.64, 0.10), (4.66, 0.07)),
+        "QDT(PGAME)": ((4.45, 0.05), (4.18, 0.16)),
+        "QDT(ME-LS)": ((2.86, 0.07), (1.99, 0.09)),
+        "QDT(PGAME-LS)": ((3.06, 0.03), (2.32, 0.06)),
+    },
+    "halfcheetah-uni": {
+        "ME": ((0.1633, 0.0047), (0.1545, 0.0045)),
+        "PGAME": ((0.1767, 0.0048), (0.1600, 0.0081)),
+        "ME-LS": ((0.1001, 0.0047), (0.1001, 0.0045)),
+        "PGAME-LS": ((0.1000, 0.0), (0.1067, 0.0050)),
+        "ME-Sampling": ((0.1540, 0.0090), (0.1412, 0.0095)),
+        "QDT(ME)": ((0.1200, 0.0), (0.1300, 0.0)),
+        "QDT(PGAME)": ((0.1200, 0.0), (0.1200, 0.0)),
+        "QDT(ME-LS)": ((0.0909, 0.0032), (0.0920, 0.0022)),
+        "QDT(PGAME-LS)": ((0.0734, 0.0042), (0.0840, 0.0037)),
+    },
+}
+
+# Table 2, Halfcheetah-Uni: coverage in %, maximum fitness, QD score; before and after.
+PAPER_REASSESSMENT = {
+    "ME": ((100, 43), (1226, 770), (3.05e6, 1.17e6)),
+    "ME-LS": ((100, 55), (992, 730), (2.63e6, 1.41e6)),
+    "PGAME": ((100, 40), (1417, 977), (3.07e6, 1.10e6)),
+    "PGAME-LS": ((100, 53), (1194, 1073), (2.63e6, 1.36e6)),
+}
+
+RATIOS = (  # what the paper claims is that these are below 1
+    ("ME-LS", "ME"),
+    ("PGAME-LS", "PGAME"),
+    ("ME-Sampling", "ME"),
+    ("QDT(ME)", "ME"),
+    ("QDT(ME-LS)", "ME-LS"),
+    ("QDT(PGAME-LS)", "PGAME-LS"),
+)
+METHODS = ("ME", "PGAME", "ME-LS", "PGAME-LS", "ME-Sampling")
+
+
+def method_name(algo: str) -> str:
+    return {"me-sampling": "ME-Sampling"}.get(algo, algo.upper())
+
+
+def qdt_name(method: str, directory: str) -> str:
+    """`qdt-naive` of an ME-LS run is QDT(ME-LS, naive)."""
+    extra = directory.removeprefix("qdt").removeprefix("-")
+    return f"QDT({method}, {extra})" if extra else f"QDT({method})"
+
+
+# --- gathering --------------------------------------------------------------------------------------
+
+
+class Found(NamedTuple):
+    """One run and the experiments that were made on it."""
+
+    lineage: Lineage
+    results: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    training: dict[str, list[dict[str, Any]]]
+
+    @property
+    def method(self) -> str:
+        return method_name(self.lineage.algo)
+
+
+def gather(directories: Iterable[Path]) -> dict[str, list[Found]]:
+    """By task. A directory that holds several runs stands for all of them."""
+    found = defaultdict(list)
+    for directory in directories:
+        inside = sorted(path.parent.parent for path in directory.glob("**/search/config.json"))
+        if not inside:
+            raise UserError(f"{directory} holds no run.")
+        for run in inside:
+            lineage = open_run(run)
+            results = {p.stem: read_json(p) for p in sorted(run.glob("evaluation/*.json"))}
+            metrics = run / "search" / "metrics.jsonl"
+            training = {
+                p.parent.name: read_metrics(p) for p in sorted(run.glob("qdt*/metrics.jsonl"))
+            }
+            found[lineage.plan.task.task].append(
+                Found(lineage, results, read_metrics(metrics) if metrics.exists() else [], training)
+            )
+    order = {name: i for i, name in enumerate(METHODS)}
+    for runs in found.values():
+        runs.sort(key=lambda f: (order[f.method], f.lineage.seed, str(f.lineage.directory)))
+    return dict(found)
+
+
+def accuracies(runs: Sequence[Found]) -> dict[str, list[dict[str, Any]]]:
+    """By method, one result per seed: repertoires first, then QDTs."""
+    rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for run in runs:
+        if "accuracy" in run.results:
+            rows[run.method].append(run.results["accuracy"]["repertoire"])
+    for run in runs:
+        for name, result in run.results.get("accuracy", {}).items():
+            if name != "repertoire":
+                rows[qdt_name(run.method, name)].append(result)
+        if "calibrate" in run.results:
+            rows[qdt_name(run.method, "qdt-calibrated")].append(run.results["calibrate"]["after"])
+    return dict(rows)
+
+
+def reachable_goals(runs: Sequence[Found]) -> np.ndarray | None:
+    """Goals in whose zone an episode of any re-evaluated repertoire ended."""
+    masks = [r.results["reassess"]["reachable"] for r in runs if "reassess" in r.results]
+    return np.any(masks, axis=0) if masks else None
+
+
+# --- tables -----------------------------------------------------------------------------------------
+
+
+class Table(NamedTuple):
+    name: str
+    title: str
+    head: list[str]
+    rows: list[list[str]]
+
+
+def mean_text(values: Sequence[float]) -> str:
+    mean, deviation = np.mean(values), np.std(values)
+    return f"{mean:.4g} ± {deviation:.2g}" if len(values) > 1 else f"{mean:.4g}"
+
+
+def pair_text(pair: tuple[float, float] | None) -> str:
+    return f"{pair[0]:.4g} ± {pair[1]:.2g}" if pair else "–"
+
+
+def accuracy_table(task: str, runs: Sequence[Found]) -> Table:
+    rows, mask = [], reachable_goals(runs)
+    for method, results in accuracies(runs).items():
+        paper = PAPER_ACCURACY.get(task, {}).get(method)
+        inside = [np.nanmean(np.array(r["distance"], float)[mask]) for r in results]
+        rows.append(
+            [
+                method,
+                str(len(results)),
+                mean_text([r["mean_distance"] for r in results]),
+                pair_text(paper and paper[0]),
+                mean_text(inside) if mask is not None else "–",
+                mean_text([r["mean_spread"] for r in results]),
+                pair_text(paper and paper[1]),
+            ]
+        )
+    reach = "" if mask is None else f" ({int(mask.sum())} of {len(mask)})"
+    head = ["method", "seeds", "distance", "paper", f"distance, reachable goals{reach}"]
+    return Table(
+        f"accuracy-{task}", f"Accuracy on {task} (table 1)", [*head, "spread", "paper"], rows
+    )
+
+
+def ratio_table(task: str, runs: Sequence[Found]) -> Table:
+    ours, paper, rows = accuracies(runs), PAPER_ACCURACY.get(task, {}), []
+    for a, b in RATIOS:
+        if a in ours and b in ours:
+            row = [f"{a} / {b}"]
+            for index, name in enumerate(("mean_distance", "mean_spread")):
+                top, bottom = (np.mean([r[name] for r in ours[m]]) for m in (a, b))
+                theirs = paper and f"{paper[a][index][0] / paper[b][index][0]:.2f}"
+                row += [f"{top / bottom:.2f}", theirs or "–"]
+            rows.append(row)
+    head = ["ratio", "distance", "paper", "spread", "paper"]
+    return Table(f"ratios-{task}", f"Ratios on {task}: below 1 is the paper's claim", head, rows)
+
+
+def reassessment_table(task: str, runs: Sequence[Found]) -> Table:
+    by_method = defaultdict(list)
+    for run in runs:
+        if "reassess" in run.results:
+            by_method[run.method].append(run.results["reassess"])
+    rows = []
+    for method, results in by_method.items():
+        row = [method, str(len(results))]
+        paper = PAPER_REASSESSMENT.get(method) if task == "halfcheetah-uni" else None
+        for i, (name, scale) in enumerate((("coverage", 100), ("max_fitness", 1), ("qd_score", 1))):
+            for j, when in enumerate(("before", "after")):
+                row.append(mean_text([scale * r[when][name] for r in results]))
+                row.append(f"{paper[i][j]:.4g}" if paper else "–")
+        rows.append([*row, mean_text([r["spread"] for r in results])])
+    head = ["method", "seeds"]
+    for name in ("coverage %", "max fitness", "QD score"):
+        head += [f"{name}, initial", "paper", f"{name}, re-evaluated", "paper"]
+    return Table(
+        f"reassessment-{task}", f"Reassessment on {task} (table 2)", [*head, "spread"], rows
+    )
+
+
+def markdown(table: Table) -> str:
+    lines = [table.head, ["---"] * len(table.head), *table.rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def csv(table: Table) -> str:
+    quote = lambda cell: '"' + cell.replace('"', '""') + '"'  # noqa: E731
+    return "\n".join(",".join(map(quote, row)) for row in (table.head, *table.rows)) + "\n"
+
+
+def latex(table: Table) -> str:
+    clean = lambda cell: cell.replace("%", r"\%").replace("±", r"$\pm$").replace("–", "--")  # noqa: E731
+    rows = [" & ".join(map(clean, row)) + r" \\" for row in (table.head, *table.rows)]
+    body = [rows[0], r"\midrule", *rows[1:]]
+    start = rf"\begin{{tabular}}{{l{'c' * (len(table.head) - 1)}}}"
+    return "\n".join([start, r"\toprule", *body, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+
+# --- figures ----------------------------------------------------------------------------------------
+
+
+def figures(task_name: str, runs: Sequence[Found]) -> dict[str, tuple[str, Figure]]:
+    """File name to caption and figure, for everything that is there; maps show the first seed."""
+    task = runs[0].lineage.task
+    space = (task.low, task.high, plots.axis_names(task_name))
+    first = {}
+    for run in runs:
+        first.setdefault(run.method, run)
+    drawn: dict[str, tuple[str, Figure]] = {}
+    drawn["search"] = (
+        "Search: coverage, maximum fitness and QD score over environment steps (figure 10).",
+        plots.curves(
+            {
+                title: _over_seeds(runs, name)
+                for title, name in (
+                    ("coverage", "coverage"),
+                    ("maximum fitness", "max_fitness"),
+                    ("QD score", "qd_score"),
+                )
+            },
+            "environment steps",
+        ),
+    )
+    training = {
+        "distance to the goals": _training_curves(runs, "distance"),
+        "maximum fitness over the goals": _training_curves(runs, "max_fitness"),
+    }
+    if training["distance to the goals"]:
+        caption = "QDT training: mean distance to the goals and maximum fitness (figures 4, 13)."
+        drawn["training"] = (caption, plots.curves(training, "epoch"))
+    if task.descriptor_size != 2:
+        return drawn
+    maps = {}
+    for method, run in first.items():
+        repertoire = run.lineage.repertoire()
+        values = np.where(repertoire.occupied, repertoire.fitness, np.nan)
+        maps[method] = (repertoire.centroids, values)
+    drawn["coverage"] = (
+        "Coverage maps: fitness of the policy in each cell (figure 11).",
+        plots.cell_maps(maps, *space, "fitness"),
+    )
+    panels = {name: (r[0]["goals"], r[0]["distance"]) for name, r in accuracies(runs).items()}
+    if panels:
+        drawn["accuracy"] = (
+            "Accuracy: mean distance to each goal over 10 episodes; lighter is nearer (figures 5, 9).",
+            plots.cell_maps(
+                panels, *space, "distance to the goal", "low", borders=True, from_zero=True
+            ),
+        )
+    again = {
+        method: (
+            run.results["reproducibility"]["descriptor"],
+            run.results["reproducibility"]["path"] if task_name.endswith("-omni") else None,
+        )
+        for method, run in first.items()
+        if "reproducibility" in run.results
+    }
+    if again:
+        caption = "Reproducibility: three policies, 30 episodes each (figures 2, 7, 8)."
+        drawn["reproducibility"] = (caption, plots.reproducibility(again, *space))
+    for method, run in first.items():
+        if "generalize" in run.results:
+            result = run.results["generalize"]
+            drawn[f"generalization-{method.lower()}"] = (
+                f"Generalization of QDT({method}): datasets above, accuracy below (figures 6, 12).",
+                plots.generalization(
+                    {how: r["density"] for how, r in result.items()},
+                    result["all"]["goals"],
+                    {how: r["distance"] for how, r in result.items()},
+                    *space,
+                ),
+            )
+    return drawn
+
+
+def _over_seeds(runs: Sequence[Found], name: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """A metric of the search per method: steps and [seeds, steps]."""
+    return _stack(
+        (run.method, [r["steps"] for r in run.metrics], [r[name] for r in run.metrics])
+        for run in runs
+        if run.metrics
+    )
+
+
+def _training_curves(runs: Sequence[Found], name: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    rows = []
+    for run in runs:
+        for directory, metrics in run.training.items():
+            with_value = [r for r in metrics if r.get(name) is not None]
+            if with_value:
+                epochs = [r["epoch"] for r in with_value]
+                method = qdt_name(run.method, directory)
+                rows.append((method, epochs, [r[name] for r in with_value]))
+    return _stack(rows)
+
+
+def _stack(
+    rows: Iterable[tuple[str, list[float], list[float]]],
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Curves of the same name, cut to the shortest, as one array."""
+    curves = defaultdict(list)
+    for name, x, y in rows:
+        curves[name].append((x, y))
+    stacked = {}
+    for name, found in curves.items():
+        length = min(len(x) for x, _ in found)
+        stacked[name] = (found[0][0][:length], np.array([y[:length] for _, y in found], float))
+    return stacked
+
+
+# --- the page ---------------------------------------------------------------------------------------
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Quality-Diversity Transformer: report</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem;
+        color: #222; background: #fff; }}
+table {{ border-collapse: collapse; margin: 1rem 0; font-size: 0.9rem; display: block;
+         overflow-x: auto; }}
+th, td {{ padding: 0.3rem 0.7rem; border-bottom: 1px solid #ddd; text-align: right; }}
+th:first-child, td:first-child {{ text-align: left; }}
+figure {{ margin: 1.5rem 0; }} img {{ max-width: 100%; }} figcaption {{ color: #555; }}
+</style></head><body>
+<h1>Quality-Diversity Transformer: report</h1>
+{body}
+</body></html>
+"""
+
+
+def write_report(directories: Sequence[Path], out: Path) -> Path:
+    """Writes tables, figures and report.html into `out`."""
+    found = gather(directories)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot create {out}: {error.strerror}.") from None
+    body = []
+    for task, runs in found.items():
+        body.append(f"<h2>{html.escape(task)}</h2>{_runs_list(runs)}")
+        makers: tuple[Callable[[str, Sequence[Found]], Table], ...]
+        makers = (accuracy_table, ratio_table, reassessment_table)
+        for table in (make(task, runs) for make in makers):
+            if table.rows:
+                for suffix, write in ((".md", markdown), (".csv", csv), (".tex", latex)):
+                    with write_safely(out / f"{table.name}{suffix}") as file:
+                        file.write(write(table).encode())
+                body.append(_html_table(table))
+        for name, (caption, figure) in figures(task, runs).items():
+            path = out / f"{name}-{task}.png"
+            plots.save(figure, path)
+            picture = base64.b64encode(path.read_bytes()).decode()
+            body.append(
+                f'<figure><img alt="{html.escape(caption)}" src="data:image/png;base64,{picture}">'
+                f"<figcaption>{html.escape(caption)}</figcaption></figure>"
+            )
+    path = out / "report.html"
+    with write_safely(path) as file:
+        file.write(PAGE.format(body="\n".join(body)).encode())
+    return path
+
+
+def _runs_list(runs: Sequence[Found]) -> str:
+    items = []
+    for run in runs:
+        config, task = run.lineage.plan.search, run.lineage.plan.task
+        steps = run.metrics[-1]["steps"] if run.metrics else 0
+        items.append(
+            f"<li>{run.method}, seed {run.lineage.seed}: {steps:,} environment steps, episodes of "
+            f"{task.length}, {config.cells} cells, preset {html.escape(run.lineage.plan.preset)}</li>"
+        )
+    return f"<details><summary>{len(runs)} runs</summary><ul>{''.join(items)}</ul></details>"
+
+
+def _html_table(table: Table) -> str:
+    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in table.head)
+    rows = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+        for row in table.rows
+    )
+    return f"<h3>{html.escape(table.title)}</h3><table><tr>{head}</tr>{rows}</table>"

@@ -1,0 +1,732 @@
+"""The searches against a plain transcription of the paper's algorithms, and their runs on disk.
+
+`Plain` is algorithms 1 and 2 of the paper in loops and lists, without JAX. The numbers that are drawn
+are small multiples of powers of two, so that both sides compute exactly and ties are real ties.
+"""
+
+import collections
+import itertools
+import json
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.optimize
+import scipy.spatial.distance
+import scipy.stats
+from hypothesis import example, given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import me_ls
+from envs import Episodes, Task, TaskConfig, make_task
+from me_ls import (
+    RULES,
+    Character,
+    Offspring,
+    Repertoire,
+    SearchConfig,
+    characterise,
+    cvt,
+    insert,
+    search,
+)
+from runs import Stage, Stopped, UserError, read_metrics
+
+ALGOS = ("me", "me-sampling", "me-ls")
+
+# --- the paper's pseudocode -----------------------------------------------------------------------
+
+
+class Solution(NamedTuple):
+    """What a cell of the plain repertoire holds. `name` is the number of the policy."""
+
+    name: int
+    fitness: float
+    descriptor: tuple[float, ...]
+    spread: float
+
+
+class Plain:
+    """The repertoire M of the pseudocode: a list of cells, each empty or with one solution."""
+
+    def __init__(self, algo: str, centroids: list[list[float]]):
+        self.algo = algo
+        self.centroids = centroids
+        self.cells: list[Solution | None] = [None] * len(centroids)
+        self.insertions = 0
+
+    def cell_of(self, descriptor: tuple[float, ...]) -> int:
+        best, nearest = math.inf, 0
+        for i, centroid in enumerate(self.centroids):
+            distance = sum((a - b) ** 2 for a, b in zip(descriptor, centroid, strict=True))
+            if distance < best:
+                best, nearest = distance, i
+        return nearest
+
+    def evaluate(self, name: int, episodes: list[tuple[float, tuple[float, ...], bool]]) -> None:
+        """The part of the main loop that follows the episodes: fitness, BD and spread; insertion."""
+        for _, _, diverged in episodes:
+            if diverged:
+                return
+        fitness = sum(f for f, _, _ in episodes) / len(episodes)
+        descriptors = [d for _, d, _ in episodes]
+        pairs = list(itertools.combinations(descriptors, 2))
+        spread = sum(math.dist(a, b) for a, b in pairs) / len(pairs) if pairs else 0.0
+        if self.algo == "me-sampling":
+            descriptor = plain_median(descriptors)
+            cell = self.cell_of(descriptor)
+        else:  # with one episode, `me`, the most frequent cell is the one that there is
+            cells = [self.cell_of(d) for d in descriptors]
+            cell = max(cells, key=lambda c: (cells.count(c), -cells.index(c)))
+            inside = [d for d, c in zip(descriptors, cells, strict=True) if c == cell]
+            descriptor = tuple(sum(axis) / len(inside) for axis in zip(*inside, strict=True))
+        self.insert(cell, Solution(name, fitness, descriptor, spread))
+
+    def insert(self, cell: int, new: Solution) -> None:
+        old = self.cells[cell]
+        if old is None:
+            accepted = True
+        elif self.algo == "me-ls":
+            accepted = new.fitness > old.fitness and new.spread < old.spread
+        else:
+            accepted = new.fitness > old.fitness
+        if accepted:
+            self.cells[cell] = new
+            self.insertions += 1
+
+
+def plain_median(points: list[tuple[float, ...]]) -> tuple[float, ...]:
+    """Weiszfeld's algorithm in double precision, with many rounds."""
+    centre = tuple(sum(axis) / len(points) for axis in zip(*points, strict=True))
+    for _ in range(2000):
+        weights = [1 / max(math.dist(p, centre), 1e-12) for p in points]
+        centre = tuple(
+            sum(w * x for w, x in zip(weights, axis, strict=True)) / sum(weights)
+            for axis in zip(*points, strict=True)
+        )
+    return min([*points, centre], key=lambda c: sum(math.dist(c, p) for p in points))
+
+
+# --- from numbers to repertoires and back ---------------------------------------------------------
+
+CENTROIDS = [[-1.0, -1.0], [1.0, -1.0], [0.0, 0.0], [-1.0, 1.0], [1.0, 1.0], [8.0, 8.0]]
+BATCH, EPISODES = 12, 4
+
+
+def named_policies(names: Any) -> me_ls.MLP:
+    """Policies that can be told apart: every weight of a policy is its name."""
+    names = jnp.asarray(names, jnp.float32)
+    one = me_ls.MLP((2, 3, 2), key=jax.random.key(0))
+    return jax.tree.map(
+        lambda x: jnp.broadcast_to(
+            jnp.expand_dims(names, range(1, x.ndim + 1)), (len(names), *x.shape)
+        ),
+        one,
+    )
+
+
+def names_of(policies: me_ls.MLP) -> list[int]:
+    """Whose weights these are; no policy may be a mixture of two."""
+    rows = [np.asarray(x).reshape(len(x), -1) for x in jax.tree.leaves(policies)]
+    weights = np.concatenate(rows, axis=1)
+    assert (weights == weights[:, :1]).all()
+    return weights[:, 0].astype(int).tolist()
+
+
+def empty(centroids: Any = CENTROIDS) -> Repertoire:
+    centroids = jnp.array(centroids)
+    cells = len(centroids)
+    nobody = named_policies([-1] * cells)
+    fitness, spread = jnp.full(cells, -jnp.inf), jnp.full(cells, jnp.inf)
+    return Repertoire(nobody, fitness, jnp.zeros_like(centroids), spread, centroids)
+
+
+def assert_equal(repertoire: Repertoire, plain: Plain, close: float = 0.0) -> None:
+    """The same policy in the same cell with the same fitness, descriptor and spread."""
+    names = names_of(repertoire.policies)
+    for cell, solution in enumerate(plain.cells):
+        if solution is None:
+            assert not repertoire.occupied[cell]
+            assert names[cell] == -1
+        else:
+            assert names[cell] == solution.name
+            found = [
+                repertoire.fitness[cell],
+                *repertoire.descriptor[cell],
+                repertoire.spread[cell],
+            ]
+            wanted = [solution.fitness, *solution.descriptor, solution.spread]
+            np.testing.assert_allclose(found, wanted, rtol=close or 1e-6, atol=close)
+
+
+class Drawn(NamedTuple):
+    """Characters of two batches, drawn directly: many ties, many in one cell, some diverged."""
+
+    cell: np.ndarray
+    fitness: np.ndarray
+    spread: np.ndarray
+    valid: np.ndarray
+
+
+def drawn_arrays(elements: st.SearchStrategy) -> st.SearchStrategy:
+    return st.lists(elements, min_size=2 * BATCH, max_size=2 * BATCH).map(np.array)
+
+
+DRAWN = st.builds(
+    Drawn,
+    cell=drawn_arrays(st.integers(0, len(CENTROIDS) - 2)),  # the last cell stays empty
+    fitness=drawn_arrays(st.integers(-3, 3)),
+    spread=drawn_arrays(st.integers(0, 3)),
+    valid=drawn_arrays(st.sampled_from([True, True, True, False])),
+)
+ALL_THE_SAME = Drawn(*(np.full(2 * BATCH, x) for x in (2, 1, 1, True)))
+ALL_DIVERGED = ALL_THE_SAME._replace(valid=np.full(2 * BATCH, False))
+
+
+def offer(drawn: Drawn, order: Any) -> Offspring:
+    """Members of `drawn` as offspring, in this order. What a diverged one achieved is no number."""
+    order = np.asarray(order)
+    valid = drawn.valid[order]
+    nothing = np.where(valid, 0, np.nan)
+    offset = 0.25 * (order % 2)  # descriptors differ inside a cell
+    descriptor = np.array(CENTROIDS)[drawn.cell[order]] + (offset + nothing)[:, None]
+    character = Character(
+        jnp.float32(drawn.fitness[order] + nothing),
+        jnp.float32(descriptor),
+        jnp.float32(drawn.spread[order] / 4 + nothing),
+    )
+    return Offspring(named_policies(order), character, jnp.array(valid))
+
+
+def insert_in_order(algo: str, drawn: Drawn, order: Any) -> tuple[list[Repertoire], int]:
+    """The repertoires after each of two batches, and the number of insertions."""
+    replaces = RULES[algo].replaces
+    first, n = insert(offer(drawn, order[:BATCH]), empty(), replaces)
+    kept = jax.tree.map(jnp.copy, first)  # `insert` changes its repertoire in place
+    second, m = insert(offer(drawn, order[BATCH:]), first, replaces)
+    return [kept, second], int(n + m)
+
+
+# --- insertion ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+@given(drawn=DRAWN)
+@example(ALL_THE_SAME)
+@example(ALL_DIVERGED)
+def test_a_batch_is_inserted_as_the_pseudocode_inserts_one_after_another(
+    algo: str, drawn: Drawn
+) -> None:
+    plain = Plain(algo, CENTROIDS)
+    for i in range(2 * BATCH):
+        if drawn.valid[i]:
+            descriptor = tuple(x + 0.25 * (i % 2) for x in CENTROIDS[drawn.cell[i]])
+            solution = Solution(i, float(drawn.fitness[i]), descriptor, drawn.spread[i] / 4)
+            plain.insert(drawn.cell[i], solution)
+    (_, repertoire), insertions = insert_in_order(algo, drawn, np.arange(2 * BATCH))
+    assert_equal(repertoire, plain)
+    assert insertions == plain.insertions
+
+
+@given(drawn=DRAWN)
+def test_with_me_the_fitness_of_a_cell_never_falls(drawn: Drawn) -> None:
+    (first, second), _ = insert_in_order("me", drawn, np.arange(2 * BATCH))
+    assert (second.fitness >= first.fitness).all()
+
+
+@given(drawn=DRAWN)
+def test_with_me_ls_a_replacement_is_fitter_and_steadier(drawn: Drawn) -> None:
+    (first, second), _ = insert_in_order("me-ls", drawn, np.arange(2 * BATCH))
+    before, after = names_of(first.policies), names_of(second.policies)
+    for cell, replaced in enumerate(np.array(before) != np.array(after)):
+        if replaced and first.occupied[cell]:
+            assert second.fitness[cell] > first.fitness[cell]
+            assert second.spread[cell] < first.spread[cell]
+        elif not replaced:
+            assert second.fitness[cell] == first.fitness[cell]
+            assert second.spread[cell] == first.spread[cell]
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+@given(drawn=DRAWN, shuffled=st.permutations(range(BATCH)))
+def test_order_matters_only_inside_a_cell(algo: str, drawn: Drawn, shuffled: list[int]) -> None:
+    """Any order of a batch that leaves the members of each cell in order gives the same repertoire."""
+    waiting = collections.defaultdict(collections.deque)
+    for i in range(BATCH):
+        waiting[drawn.cell[i]].append(i)
+    order = [waiting[drawn.cell[i]].popleft() for i in shuffled]
+    rest = list(range(BATCH, 2 * BATCH))
+    (one, _), _ = insert_in_order(algo, drawn, [*range(BATCH), *rest])
+    (other, _), _ = insert_in_order(algo, drawn, [*order, *rest])
+    assert eqx.tree_equal(one, other)
+
+
+@given(drawn=DRAWN, order=st.permutations(range(2 * BATCH)))
+def test_with_me_and_different_fitnesses_no_order_matters(drawn: Drawn, order: list[int]) -> None:
+    drawn = drawn._replace(fitness=drawn.fitness * 100 + np.arange(2 * BATCH))
+    (_, one), _ = insert_in_order("me", drawn, np.arange(2 * BATCH))
+    (_, other), _ = insert_in_order("me", drawn, order)
+    assert eqx.tree_equal(one, other)
+
+
+def left_in_cell(algo: str, *offered: tuple[float, float]) -> int:
+    """Which of the offered (fitness, spread), one after another in one cell, stays."""
+    fitness, spread = np.array(offered, float).T
+    character = Character(jnp.float32(fitness), jnp.zeros((len(offered), 2)), jnp.float32(spread))
+    batch = Offspring(named_policies(range(len(offered))), character, jnp.ones(len(offered), bool))
+    repertoire, _ = insert(batch, empty(), RULES[algo].replaces)
+    return names_of(repertoire.policies)[2]
+
+
+def test_a_lower_spread_alone_is_not_enough() -> None:
+    assert left_in_cell("me-ls", (1.0, 1.0), (0.5, 0.5)) == 0
+
+
+def test_a_higher_fitness_alone_is_not_enough() -> None:
+    assert left_in_cell("me-ls", (1.0, 1.0), (2.0, 1.5)) == 0
+    assert left_in_cell("me", (1.0, 1.0), (2.0, 1.5)) == 1
+
+
+def test_a_tie_is_no_improvement() -> None:
+    assert left_in_cell("me", (1.0, 0.0), (1.0, 0.0)) == 0
+    assert left_in_cell("me-ls", (1.0, 1.0), (1.0, 0.5)) == 0
+    assert left_in_cell("me-ls", (1.0, 1.0), (2.0, 1.0)) == 0
+
+
+def test_of_two_that_do_not_dominate_each_other_the_first_stays() -> None:
+    fit, steady = (2.0, 1.0), (1.0, 0.5)
+    assert left_in_cell("me-ls", fit, steady) == left_in_cell("me-ls", steady, fit) == 0
+    assert left_in_cell("me-ls", fit, steady, (3.0, 0.9)) == 2
+
+
+# --- what the episodes of a policy say about it ---------------------------------------------------
+
+
+def played(fitness: np.ndarray, descriptor: np.ndarray, diverged: np.ndarray) -> Episodes:
+    return Episodes(jnp.float32(fitness), jnp.float32(descriptor), jnp.array(diverged))
+
+
+LATTICE = hnp.arrays(np.int8, (2 * BATCH, EPISODES), elements=st.integers(-6, 6))
+
+
+@pytest.mark.parametrize("algo", ["me", "me-ls"])
+@given(
+    position=LATTICE,
+    height=hnp.arrays(np.int8, 2 * BATCH, elements=st.integers(-2, 2)),
+    fitness=LATTICE,
+    diverged=hnp.arrays(
+        bool, (2 * BATCH, EPISODES), elements=st.sampled_from([False] * 9 + [True])
+    ),
+)
+def test_episodes_become_a_repertoire_as_in_the_pseudocode(
+    algo: str, position: Any, height: Any, fitness: Any, diverged: Any
+) -> None:
+    """From episodes on. A policy's descriptors lie on a horizontal line: their distances are exact."""
+    episodes = 1 if algo == "me" else EPISODES
+    x, y = position[:, :episodes] / 4, np.repeat(height[:, None] / 2, episodes, axis=1)
+    fitness, diverged = fitness[:, :episodes] / 4, diverged[:, :episodes]
+    nothing = np.where(diverged, np.nan, 0)
+
+    plain, repertoire = Plain(algo, CENTROIDS), empty()
+    for batch in (range(BATCH), range(BATCH, 2 * BATCH)):
+        descriptors = np.stack([x + nothing, y], axis=-1)[batch.start : batch.stop]
+        outcome = played(
+            (fitness + nothing)[batch.start : batch.stop],
+            descriptors,
+            diverged[batch.start : batch.stop],
+        )
+        offspring = characterise(RULES[algo], named_policies(batch), outcome, repertoire.centroids)
+        repertoire, _ = insert(offspring, repertoire, RULES[algo].replaces)
+        for i in batch:
+            plain.evaluate(
+                i, [(fitness[i, e], (x[i, e], y[i, e]), diverged[i, e]) for e in range(episodes)]
+            )
+    assert_equal(repertoire, plain)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_me_sampling_becomes_a_repertoire_as_in_the_pseudocode(seed: int) -> None:
+    random, count = np.random.default_rng(seed), 2 * BATCH
+    fitness = random.integers(-4, 4, (count, 8)) / 4
+    centre = random.uniform(-1.5, 1.5, (count, 1, 2))
+    descriptors = np.float32(centre + random.normal(0, 0.4, (count, 8, 2)))
+    diverged = random.random((count, 8)) < 0.02
+    rule, plain = RULES["me-sampling"], Plain("me-sampling", CENTROIDS)
+    outcome = played(fitness, descriptors, diverged)
+    offspring = characterise(rule, named_policies(range(count)), outcome, jnp.array(CENTROIDS))
+    repertoire, _ = insert(offspring, empty(), rule.replaces)
+    for i in range(count):
+        episodes = zip(fitness[i], descriptors[i].tolist(), diverged[i], strict=True)
+        plain.evaluate(i, [(f, tuple(d), bad) for f, d, bad in episodes])
+    assert_equal(repertoire, plain, close=5e-3)
+
+
+@pytest.mark.parametrize("episodes", [1, 2, 3, 10])
+def test_spread_is_the_mean_distance_of_all_pairs(episodes: int) -> None:
+    descriptors = np.random.default_rng(episodes).normal(0, 5, (episodes, 2))
+    pairs = scipy.spatial.distance.pdist(descriptors)
+    wanted = pairs.mean() if len(pairs) else 0.0
+    assert me_ls.spread(jnp.float32(descriptors)) == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("episodes", [1, 2, 10])
+def test_equal_descriptors_have_no_spread_and_are_their_own_median(episodes: int) -> None:
+    descriptors = jnp.tile(jnp.array([[0.1, -7.3]]), (episodes, 1))
+    assert me_ls.spread(descriptors) == 0
+    np.testing.assert_allclose(me_ls.geometric_median(descriptors), descriptors[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("episodes", [1, 2, 5, 10])
+@given(data=st.data())
+def test_the_most_frequent_cell_is_the_first_of_equals(episodes: int, data: st.DataObject) -> None:
+    cells = data.draw(hnp.arrays(np.int32, episodes, elements=st.integers(0, 4)))
+    [(wanted, _)] = collections.Counter(cells.tolist()).most_common(1)  # stable: first of equals
+    assert me_ls.most_frequent(jnp.array(cells)) == wanted
+
+
+def total_distance(centre: Any, points: np.ndarray) -> float:
+    return float(np.linalg.norm(points - np.asarray(centre, float), axis=1).sum())
+
+
+@pytest.mark.parametrize("episodes", [1, 2, 3, 4, 10])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_point_is_closer_to_all_than_the_geometric_median(episodes: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    points = random.normal(0, 3, (episodes, 2)).astype(np.float32)
+    if seed == 2:  # half of them in one place: Weiszfeld's algorithm creeps
+        points[: episodes // 2] = points[0]
+    found = me_ls.geometric_median(jnp.array(points))
+    starts = [points.mean(axis=0), *points]
+    best = min(
+        scipy.optimize.minimize(total_distance, start, (points,), method="Nelder-Mead").fun
+        for start in starts
+    )
+    assert total_distance(found, points) == pytest.approx(best, rel=5e-4, abs=1e-5)
+
+
+def test_one_far_episode_moves_the_mean_and_not_the_median() -> None:
+    points = jnp.array([[0.0, 0.0], [0.1, 0.0], [0.0, 0.1], [0.1, 0.1], [15.0, 15.0]])
+    assert jnp.abs(me_ls.geometric_median(points)).max() < 0.2
+
+
+def test_the_descriptor_of_me_ls_lies_in_its_most_frequent_cell() -> None:
+    random = np.random.default_rng(0)
+    centroids = cvt((-1.0, -1.0), (1.0, 1.0), 32, key=jax.random.key(0))
+    descriptors = jnp.float32(random.normal(0, 0.3, (200, 10, 2)))
+    outcome = played(np.zeros((200, 10)), descriptors, np.zeros((200, 10), bool))
+    offspring = characterise(RULES["me-ls"], named_policies(range(200)), outcome, centroids)
+    cells = np.asarray(me_ls.nearest(centroids, descriptors))
+    wanted = [collections.Counter(row).most_common(1)[0][0] for row in cells.tolist()]
+    assert me_ls.nearest(centroids, offspring.character.descriptor).tolist() == wanted
+
+
+# --- the tessellation -----------------------------------------------------------------------------
+
+
+def test_the_tessellation_depends_on_its_key_alone() -> None:
+    one, again, other = (cvt((0.0,), (1.0,), 16, key=jax.random.key(k)) for k in (1, 1, 2))
+    assert (one == again).all()
+    assert (one != other).any()
+
+
+@pytest.mark.parametrize("low, high", [((-15.0, -15.0), (15.0, 15.0)), ((0.0, 2.0), (1.0, 8.0))])
+def test_cells_are_inside_the_bounds_and_about_equally_large(low: Any, high: Any) -> None:
+    cells = 64
+    centroids = np.asarray(cvt(low, high, cells, key=jax.random.key(0)))
+    assert (centroids > low).all()
+    assert (centroids < high).all()
+    points = np.random.default_rng(0).uniform(low, high, (50_000, len(low)))
+    distance = scipy.spatial.distance.cdist(points, centroids)
+    share = np.bincount(distance.argmin(axis=1), minlength=cells) * cells / len(points)
+    assert share.min() > 0.25
+    assert share.max() < 2.5
+    assert share.std() < 0.35
+
+
+@given(hnp.arrays(np.int8, (7, 2), elements=st.integers(-8, 8)))
+def test_a_point_belongs_to_the_first_of_the_nearest_centroids(points: np.ndarray) -> None:
+    plain = Plain("me", CENTROIDS)
+    found = me_ls.nearest(jnp.array(CENTROIDS), jnp.float32(points / 4))
+    assert found.tolist() == [plain.cell_of(tuple(p)) for p in (points / 4).tolist()]
+
+
+# --- variation and selection ----------------------------------------------------------------------
+
+
+def filled(occupied: list[int], cells: int = 32) -> Repertoire:
+    """A repertoire whose occupied cells hold the policy with the cell's number."""
+    repertoire = empty([[float(i), 0.0] for i in range(cells)])
+    fitness = repertoire.fitness.at[jnp.array(occupied)].set(0.0)
+    return eqx.tree_at(
+        lambda r: (r.policies, r.fitness), repertoire, (named_policies(range(cells)), fitness)
+    )
+
+
+def test_parents_come_uniformly_from_the_occupied_cells_alone() -> None:
+    occupied = [0, 3, 17, 30, 31]
+    parents = names_of(me_ls.select(filled(occupied), 10_000, key=jax.random.key(0)))
+    count = np.bincount(parents, minlength=32)
+    assert set(parents) == set(occupied)
+    assert scipy.stats.chisquare(count[occupied]).pvalue > 0.001
+
+
+def weights_of(policies: me_ls.MLP) -> np.ndarray:
+    rows = [np.asarray(x).reshape(len(x), -1) for x in jax.tree.leaves(policies)]
+    return np.concatenate(rows, axis=1)
+
+
+def test_iso_noise_is_independent_for_every_weight() -> None:
+    children = me_ls.vary(filled([5]), 2000, 0.005, 0.05, key=jax.random.key(0))
+    noise = (weights_of(children) - 5).T  # one parent: the line has no length
+    assert noise.mean() == pytest.approx(0, abs=1e-4)
+    assert noise.std(axis=1) == pytest.approx(0.005, rel=0.08)
+    correlation = np.corrcoef(noise) - np.eye(len(noise))
+    assert np.abs(correlation).max() < 0.1
+
+
+def test_line_noise_is_one_number_for_a_whole_policy() -> None:
+    children = weights_of(me_ls.vary(filled([0, 1]), 8000, 0.0, 0.05, key=jax.random.key(0)))
+    np.testing.assert_allclose(
+        children, np.repeat(children[:, :1], children.shape[1], 1), atol=1e-6
+    )
+    step = children[:, 0] - np.round(children[:, 0])  # along the line from one parent to the other
+    moved = step[step != 0]
+    assert len(moved) / len(step) == pytest.approx(0.5, abs=0.05)  # else: both parents are the same
+    assert moved.mean() == pytest.approx(0, abs=0.004)
+    assert moved.std() == pytest.approx(0.05, rel=0.05)
+
+
+def test_children_of_different_keys_differ() -> None:
+    one, other = (
+        weights_of(me_ls.vary(filled([5]), 10, 0.005, 0.05, key=jax.random.key(k))) for k in (0, 1)
+    )
+    assert len(np.unique(np.concatenate([one, other]), axis=0)) == 20
+
+
+# --- metrics --------------------------------------------------------------------------------------
+
+
+def test_metrics_are_those_of_the_paper(point: Task) -> None:
+    repertoire = filled([1, 2], cells=4)
+    fitness = jnp.array([-jnp.inf, -3.0, -5.0, -jnp.inf])
+    spread = jnp.array([jnp.inf, 0.5, 1.5, jnp.inf])
+    repertoire = eqx.tree_at(lambda r: (r.fitness, r.spread), repertoire, (fitness, spread))
+    found = me_ls.repertoire_metrics(point, repertoire)
+    worst = -math.sqrt(2) * point.length  # both actions at their limit all the time
+    assert found["coverage"] == 0.5
+    assert found["max_fitness"] == -3
+    assert found["qd_score"] == pytest.approx((-3 - worst) + (-5 - worst), rel=1e-6)
+    assert found["mean_spread"] == 1
+
+
+# --- runs: stopped, killed, damaged ---------------------------------------------------------------
+
+
+def comparable(directory: Path) -> list[dict[str, Any]]:
+    """The metrics without what depends on the clock."""
+    return [
+        {n: x for n, x in row.items() if n != "steps_per_second"}
+        for row in read_metrics(directory / "metrics.jsonl")
+    ]
+
+
+class Undisturbed(NamedTuple):
+    config: SearchConfig
+    directory: Path
+    repertoire: Repertoire
+
+
+@pytest.fixture(scope="module", params=ALGOS)
+def undisturbed(
+    request: pytest.FixtureRequest,
+    point: Task,
+    tiny: SearchConfig,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Undisturbed:
+    """A search that ran through, with a checkpoint after every iteration."""
+    config = SearchConfig(**(vars(tiny) | {"algo": request.param, "checkpoint_seconds": 0.0}))
+    directory = tmp_path_factory.mktemp("undisturbed")
+    return Undisturbed(config, directory, search(point, config, 7, Stage(directory, {})))
+
+
+def assert_as_undisturbed(directory: Path, repertoire: Repertoire, wanted: Undisturbed) -> None:
+    for one, other in zip(
+        jax.tree.leaves(repertoire), jax.tree.leaves(wanted.repertoire), strict=True
+    ):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    assert comparable(directory) == comparable(wanted.directory)
+
+
+def stop_at(iteration: int) -> Any:
+    """An iteration during which somebody presses Ctrl-C."""
+
+    def iterate(task: Task, config: Any, state: Any, i: int, *, key: Any) -> Any:
+        if i == iteration:
+            os.kill(os.getpid(), signal.SIGINT)
+        return me_ls.iterate(task, config, state, i, key=key)
+
+    return iterate
+
+
+def test_a_search_fills_cells_and_gets_better(undisturbed: Undisturbed) -> None:
+    rows = comparable(undisturbed.directory)
+    assert [row["iteration"] for row in rows] == list(range(len(rows)))
+    assert rows[-1]["coverage"] > rows[0]["coverage"] > 0
+    assert rows[-1]["max_fitness"] >= rows[0]["max_fitness"]
+    assert rows[-1]["steps"] >= undisturbed.config.steps
+    assert (rows[-1]["mean_spread"] is None) == (undisturbed.config.algo == "me")
+
+
+@pytest.mark.parametrize("undisturbed", ["me-ls"], indirect=True)
+def test_the_same_seed_gives_the_same_search_and_another_one_does_not(
+    undisturbed: Undisturbed, point: Task, tmp_path: Path
+) -> None:
+    again = search(point, undisturbed.config, 7, Stage(tmp_path / "again", {}))
+    assert_as_undisturbed(tmp_path / "again", again, undisturbed)
+    other = search(point, undisturbed.config, 8, Stage(tmp_path / "other", {}))
+    assert not eqx.tree_equal(other, again)
+
+
+def test_a_search_that_is_stopped_goes_on_as_if_it_had_not_been(
+    undisturbed: Undisturbed, point: Task, tmp_path: Path
+) -> None:
+    for i in (0, 3):
+        with pytest.raises(Stopped, match=f"stopped after iteration {i + 1} of"):
+            search(point, undisturbed.config, 7, Stage(tmp_path, {}), iterate=stop_at(i))
+    resumed = search(point, undisturbed.config, 7, Stage(tmp_path, {}))
+    assert_as_undisturbed(tmp_path, resumed, undisturbed)
+    finished = search(point, undisturbed.config, 7, Stage(tmp_path, {}))
+    assert_as_undisturbed(tmp_path, finished, undisturbed)
+
+
+KILLED = """
+import json, os, pathlib, signal, sys
+import envs, me_ls, runs
+envs.prepare_jax()
+directory, config, moment, iteration = sys.argv[1:]
+config = me_ls.SearchConfig(**(json.loads(config) | {"hidden": tuple(json.loads(config)["hidden"])}))
+die = lambda: os.kill(os.getpid(), signal.SIGKILL)
+replace, iterate = os.replace, me_ls.iterate
+
+def replace_or_die(source, target):
+    if moment == "checkpoint" and f"checkpoint-{int(iteration):09d}" in str(target):
+        die()
+    replace(source, target)
+
+def iterate_or_die(task, config, state, i, *, key):
+    result = iterate(task, config, state, i, key=key)
+    if moment == "iteration" and i == int(iteration):
+        die()
+    return result
+
+def log_and_die(stage, row, log=runs.Stage.log):
+    log(stage, row)
+    if moment == "log" and row["iteration"] == int(iteration):
+        die()
+
+os.replace, runs.Stage.log = replace_or_die, log_and_die
+task = envs.make_task(envs.TaskConfig("point-omni", length=20, reach=0.5))
+stage = runs.Stage(pathlib.Path(directory), {})
+me_ls.search(task, config, 7, stage, iterate=iterate_or_die)
+"""
+
+
+@pytest.mark.parametrize("undisturbed", ["me-ls"], indirect=True)
+def test_a_search_that_is_killed_goes_on_as_if_it_had_not_been(
+    undisturbed: Undisturbed, point: Task, tmp_path: Path, run_python: Any
+) -> None:
+    """`kill -9` inside an iteration, between the metrics and the checkpoint, before the renaming.
+
+    The processes have as many devices as there are cores, this one has four: it makes no difference.
+    """
+    config = json.dumps(vars(undisturbed.config))
+    for moment, iteration in (("iteration", 2), ("log", 4), ("checkpoint", 7)):
+        ended = run_python(KILLED, tmp_path, config, moment, iteration, check=False)
+        assert ended.returncode == -signal.SIGKILL, ended.stderr
+    assert not (tmp_path / "checkpoint-000000007.qdt").exists()
+    resumed = search(point, undisturbed.config, 7, Stage(tmp_path, {}))
+    assert_as_undisturbed(tmp_path, resumed, undisturbed)
+
+
+@pytest.mark.parametrize("undisturbed", ["me-ls"], indirect=True)
+def test_after_a_damaged_checkpoint_the_search_goes_on_from_the_one_before(
+    undisturbed: Undisturbed, point: Task, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(Stopped):
+        search(point, undisturbed.config, 7, Stage(tmp_path, {}), iterate=stop_at(5))
+    newest = tmp_path / "checkpoint-000000006.qdt"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    resumed = search(point, undisturbed.config, 7, Stage(tmp_path, {}))
+    assert newest.name in capsys.readouterr().err
+    assert_as_undisturbed(tmp_path, resumed, undisturbed)
+
+
+def test_a_run_does_not_go_on_with_another_config(tiny: SearchConfig, tmp_path: Path) -> None:
+    Stage(tmp_path, {"search": vars(tiny)})
+    other = vars(tiny) | {"batch": 17}
+    with pytest.raises(UserError, match=r"batch is 16 there and 17 here"):
+        Stage(tmp_path, {"search": other})
+
+
+# --- what cannot work -----------------------------------------------------------------------------
+
+
+def test_policies_that_diverge_stay_out_and_are_counted(
+    point: Task, tiny: SearchConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def propose(*arguments: Any, original: Any = me_ls.propose, **options: Any) -> me_ls.MLP:
+        policies = original(*arguments, **options)
+        return jax.tree.map(lambda x: x.at[3].set(jnp.nan), policies)
+
+    monkeypatch.setattr(me_ls, "propose", propose)
+    repertoire = search(point, tiny, 0, Stage(tmp_path, {}))
+    assert jnp.isfinite(weights_of(repertoire.policies)).all()
+    assert all(row["diverged"] == tiny.episodes for row in comparable(tmp_path))
+
+
+def test_a_search_in_which_everything_diverges_ends_with_one_sentence(
+    point: Task, tiny: SearchConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def propose(*arguments: Any, original: Any = me_ls.propose, **options: Any) -> me_ls.MLP:
+        return jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), original(*arguments, **options))
+
+    monkeypatch.setattr(me_ls, "propose", propose)
+    with pytest.raises(UserError, match="every episode diverged"):
+        search(point, tiny, 0, Stage(tmp_path, {}))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"steps": 0},
+        {"cells": -1},
+        {"batch": 0},
+        {"episodes": 0},
+        {"algo": "me-ls", "episodes": 1},
+        {"hidden": ()},
+        {"hidden": (8, 0)},
+        {"algo": "map-elites"},
+        {"iso_sigma": -0.1},
+        {"line_sigma": math.nan},
+    ],
+    ids=str,
+)
+def test_a_setting_that_makes_no_sense_is_one_sentence(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="|".join(wrong)):
+        SearchConfig(**wrong)
+
+
+def test_the_budget_is_counted_in_environment_steps() -> None:
+    task = make_task(TaskConfig("point-omni", length=10))
+    sampling = SearchConfig("me-ls", steps=4000, batch=20, episodes=5)
+    assert sampling.iterations(task) == 4
+    assert SearchConfig("me", steps=4000, batch=20, episodes=5).iterations(task) == 20
+    assert SearchConfig("me-ls", steps=4001, batch=20, episodes=5).iterations(task) == 5

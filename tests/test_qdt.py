@@ -1,0 +1,327 @@
+"""What must hold for the Quality-Diversity Transformer, as statements about the method."""
+
+import math
+from dataclasses import replace
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import qdt
+
+VARIANTS = ["every-step", "start", "to-go"]
+SIZES = {"descriptor_size": 2, "observation_size": 5, "action_size": 3}
+SMALL = qdt.QDTConfig(layers=3, heads=2, width=16)
+
+
+def make(config=SMALL, steps=20, seed=0):
+    """A model of random numbers: biases and norms that are not 0 and 1, so that each one counts."""
+    model = eqx.filter_eval_shape(qdt.QDT, config, **SIZES, steps=steps, key=jax.random.key(0))
+    random = np.random.default_rng(seed)
+    model = jax.tree.map(lambda x: jnp.array(random.normal(0, 0.3, x.shape), x.dtype), model)
+    return with_statistics(model, jnp.zeros(5), jnp.ones(5))
+
+
+def with_statistics(model, mean, std):
+    return eqx.tree_at(lambda m: (m.observation_mean, m.observation_std), model, (mean, std))
+
+
+def trajectories(*batch, steps=20, seed=2):
+    random = np.random.default_rng(seed)
+    return qdt.Trajectory(
+        descriptor=jnp.array(random.normal(size=(*batch, 2)), jnp.float32),
+        observations=jnp.array(random.normal(size=(*batch, steps, 5)), jnp.float32),
+        actions=jnp.array(random.uniform(-1, 1, (*batch, steps, 3)), jnp.float32),
+        achieved=jnp.array(random.normal(size=(*batch, steps, 2)), jnp.float32),
+    )
+
+
+@eqx.filter_jit
+def predict(model, trajectory, key=None):
+    return model(*inputs(trajectory), key=key)
+
+
+def inputs(trajectory):
+    t = trajectory
+    return t.descriptor, t.observations, t.actions, t.achieved
+
+
+def assert_close(a, b, tolerance):
+    """Equal leaf by leaf, relative to the largest number of each leaf."""
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * max(1.0, float(abs(y).max())))
+
+
+# --------------------------------------------------------------------------------------- model
+
+
+@pytest.mark.parametrize("conditioning", VARIANTS)
+@pytest.mark.parametrize("key", [None, jax.random.key(5)], ids=["exact", "dropout"])
+def test_what_comes_after_an_observation_leaves_its_action_unchanged(conditioning, key):
+    model = make(replace(SMALL, conditioning=conditioning), steps=60)
+    trajectory, other, t = trajectories(steps=60), trajectories(steps=60, seed=3), 44
+    changed = qdt.Trajectory(
+        trajectory.descriptor,
+        trajectory.observations.at[t + 1 :].set(other.observations[t + 1 :]),
+        trajectory.actions.at[t:].set(other.actions[t:]),
+        trajectory.achieved.at[t + 1 :].set(other.achieved[t + 1 :]),
+    )
+    before, after = predict(model, trajectory, key), predict(model, changed, key)
+    np.testing.assert_array_equal(before[: t + 1], after[: t + 1])
+    assert not np.array_equal(before[t + 1], after[t + 1])
+
+
+@pytest.mark.parametrize("conditioning", VARIANTS)
+def test_every_input_up_to_an_observation_counts(conditioning):
+    model = make(replace(SMALL, conditioning=conditioning))
+    t = 11
+    gradients = jax.grad(lambda trajectory: predict(model, trajectory)[t].sum())(trajectories())
+    assert (abs(gradients.descriptor) > 0).all()
+    assert (abs(gradients.observations[: t + 1]) > 0).all()
+    assert (abs(gradients.actions[:t]) > 0).all()
+    assert (abs(gradients.achieved[: t + 1]).sum() > 0) == (conditioning == "to-go")
+
+
+def test_attention_in_blocks_is_attention():
+    keys = jax.random.split(jax.random.key(0), 3)
+    q = jax.random.normal(keys[0], (2, 300, 8))
+    k, v = jax.random.normal(keys[1], (2, 2, 8, 300))
+    seed = jax.random.bits(keys[2], (2,))
+
+    def plain(q, k, v):
+        scores = jnp.einsum("hqd,hdk->hqk", q, k) / math.sqrt(8)
+        weights = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((300, 300), bool)), scores, -jnp.inf))
+        return jnp.einsum("hqk,hdk->hqd", weights, v)
+
+    def blocked(q, k, v):
+        return qdt.causal_attention(q, k, v, None, 0.0, 0, 1)
+
+    def gradients(f):
+        return jax.jit(jax.grad(lambda qkv: (f(*qkv) ** 2).sum()))((q, k, v))
+
+    assert_close(blocked(q, k, v), plain(q, k, v), 1e-5)
+    assert_close(gradients(blocked), gradients(plain), 1e-5)
+    some = qdt.causal_attention(q[:, 1::3], k, v, None, 0.0, 1, 3)
+    assert_close(some, blocked(q, k, v)[:, 1::3], 1e-5)
+    # With values of one, dropout shows its mean: 1, as dropped weights are made up for by the rest.
+    dropped = qdt.causal_attention(q, k, jnp.ones_like(v), seed, 0.1, 0, 1)
+    assert 0.98 < float(dropped[:, 100:].mean()) < 1.02 and float(dropped.std()) > 0.01
+
+
+def test_dropout_is_fair_and_independent():
+    seeds = jax.random.bits(jax.random.key(0), (4, 2))
+    masks = np.stack([qdt.kept(seed, (512, 512), 0.1) for seed in seeds]).astype(float)
+    # Deviations of a mean of n fair draws: 0.3 / sqrt(n).
+    assert abs(masks.mean() - 0.9) < 4 * 0.3 / math.sqrt(masks.size)
+    assert abs(masks.mean(-1) - 0.9).max() < 5.5 * 0.3 / math.sqrt(512)
+    assert abs(masks.mean(-2) - 0.9).max() < 5.5 * 0.3 / math.sqrt(512)
+    flat = (masks.reshape(4, -1) - 0.9) / 0.3
+    for lag in (1, 2, 3, 64, 512, 750):
+        assert abs((flat[:, lag:] * flat[:, :-lag]).mean(1)).max() < 5 / 512
+    for i in range(4):
+        for j in range(i):
+            assert abs((flat[i] * flat[j]).mean()) < 5 / 512
+    again = qdt.kept(seeds[0], (512, 256), 0.1, 512 * 256)
+    np.testing.assert_array_equal(again.ravel(), masks[0].ravel()[512 * 256 :])
+
+
+def test_a_new_model_is_initialised_like_gpt_2():
+    config = qdt.QDTConfig()
+    model = qdt.QDT(config, **SIZES, steps=250, key=jax.random.key(0))
+    layers, residual = model.layers, 0.02 / math.sqrt(2 * config.layers)
+    scales = {
+        0.02: [
+            layers.query_key_value.weight,
+            layers.expand.weight,
+            model.embed_time,
+            model.head.weight,
+            model.embed_observation.linear.weight,
+        ],
+        residual: [layers.mix.weight, layers.contract.weight],
+    }
+    for scale, weights in scales.items():
+        for weight in weights:
+            assert abs(float(weight.std()) / scale - 1) < 0.06
+            assert abs(float(weight.mean())) < 0.1 * scale
+    assert not np.array_equal(layers.mix.weight[0], layers.mix.weight[1])
+    for linear in (layers.query_key_value, layers.mix, layers.expand, layers.contract, model.head):
+        assert not linear.bias.any()
+    for norm in (layers.norm_attention, layers.norm_mlp, model.norm, model.embed_action.norm):
+        assert (norm.weight == 1).all() and not norm.bias.any()
+
+
+def test_normalising_inside_the_model_is_normalising_its_inputs():
+    trajectory, config = trajectories(), replace(SMALL, normalise_observations=True)
+    mean, std = trajectory.observations.mean(0), trajectory.observations.std(0)
+    by_hand = eqx.tree_at(
+        lambda t: t.observations, trajectory, (trajectory.observations - mean) / std
+    )
+    inside = predict(with_statistics(make(config), mean, std), trajectory)
+    assert_close(inside, predict(make(), by_hand), 1e-5)
+
+
+def test_bfloat16_is_float32_with_less_precision():
+    trajectory = trajectories()
+    exact = predict(make(), trajectory)
+    rough = predict(make(replace(SMALL, precision="bfloat16")), trajectory)
+    assert rough.dtype == jnp.float32
+    assert 0 < float(abs(rough - exact).max()) < 0.1
+
+
+def test_wrong_settings_are_named():
+    with pytest.raises(ValueError, match="multiple of its number of heads"):
+        make(replace(SMALL, heads=3))
+    with pytest.raises(ValueError, match="needs the descriptor achieved so far"):
+        make(replace(SMALL, conditioning="to-go"))(*inputs(trajectories())[:3])
+    with pytest.raises(ValueError, match="must be a multiple of the number of devices"):
+        qdt.loss_and_gradient(make(replace(SMALL, micro_batch=3)), trajectories(4))
+
+
+# ------------------------------------------------------------------------------------ decoding
+
+
+@pytest.mark.parametrize("conditioning", VARIANTS)
+def test_the_cached_decoder_is_the_full_forward_pass(conditioning):
+    steps = 250
+    model = make(replace(SMALL, conditioning=conditioning), steps=steps)
+    trajectory = trajectories(steps=steps)
+
+    def step(cache, now):
+        observation, achieved = now
+        action, cache = qdt.act(model, cache, trajectory.descriptor, observation, achieved)
+        return cache, action
+
+    episode = trajectory.observations, trajectory.achieved
+    _, decoded = jax.lax.scan(step, qdt.initial_cache(model), episode)
+    # The model reads the actions that were taken, which are the decoder's own.
+    forward = predict(model, eqx.tree_at(lambda t: t.actions, trajectory, decoded))
+    np.testing.assert_allclose(decoded, forward.clip(-1, 1), rtol=0, atol=1e-5)
+    assert float(decoded.std()) > 0.01
+
+
+def test_episodes_decoded_together_are_episodes_decoded_alone():
+    model, batch = make(), trajectories(3)
+    together = jax.vmap(lambda _: qdt.initial_cache(model))(jnp.arange(3))
+    alone = [qdt.initial_cache(model) for _ in range(3)]
+    act = jax.jit(qdt.act)
+    for t in range(4):
+        actions, together = jax.vmap(act, (None, 0, 0, 0))(
+            model, together, batch.descriptor, batch.observations[:, t]
+        )
+        for i in range(3):
+            action, alone[i] = act(model, alone[i], batch.descriptor[i], batch.observations[i, t])
+            np.testing.assert_allclose(actions[i], action, rtol=0, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------ training
+
+
+def test_gradients_of_shares_and_micro_batches_add_up_to_the_gradient():
+    size = 4 * jax.device_count()
+    model, batch = make(replace(SMALL, micro_batch=2)), trajectories(size)
+    keys = jax.random.split(jax.random.key(4), size)
+    plain = jax.jit(jax.value_and_grad(qdt.loss))(model, batch, keys)
+    assert_close(jax.jit(qdt.loss_and_gradient)(model, batch, keys), plain, 1e-5)
+
+
+def test_training_is_a_pure_function_and_lowers_the_loss():
+    model, batch = make(), trajectories(4)
+    start = qdt.initial_state(model)
+    state, first = qdt.train_step(start, batch, jax.random.key(0))
+    again, _ = qdt.train_step(start, batch, jax.random.key(0))
+    other, _ = qdt.train_step(start, batch, jax.random.key(1))
+    assert eqx.tree_equal(state, again)
+    assert not eqx.tree_equal(state.model, other.model)
+    for i in range(30):
+        state, last = qdt.train_step(state, batch, jax.random.key(i))
+    assert float(last) < 0.7 * float(first)
+
+
+def test_training_leaves_the_statistics_alone_and_decays_matrices_only():
+    model = make(replace(SMALL, learning_rate=1e-3, weight_decay=0.5))
+    state, _ = qdt.train_step(qdt.initial_state(model), trajectories(4), jax.random.key(0))
+    np.testing.assert_array_equal(state.model.observation_mean, model.observation_mean)
+    np.testing.assert_array_equal(state.model.observation_std, model.observation_std)
+    marks = qdt.decayed(model)
+    assert marks.layers.mix.weight and marks.head.weight and marks.embed_action.linear.weight
+    assert not (marks.layers.mix.bias or marks.norm.weight or marks.embed_time)
+
+
+def test_without_a_key_nothing_is_dropped():
+    model, trajectory = make(), trajectories()
+    undisturbed = predict(make(replace(SMALL, dropout=0.0)), trajectory, jax.random.key(0))
+    np.testing.assert_array_equal(predict(model, trajectory), undisturbed)
+    assert not np.array_equal(predict(model, trajectory, jax.random.key(0)), undisturbed)
+
+
+# ----------------------------------------------------------------------------------- the peer
+
+
+def test_the_trunk_is_hugging_faces_gpt_2():
+    torch = pytest.importorskip(
+        "torch", reason="needs the optional peer PyTorch (pip install torch)"
+    )
+    transformers = pytest.importorskip(
+        "transformers", reason="needs the optional peer Hugging Face (pip install transformers)"
+    )
+    model, steps = make(steps=100), 100
+    layers, width = model.layers, SMALL.width
+    gpt2 = transformers.GPT2Model(
+        transformers.GPT2Config(
+            vocab_size=1,
+            n_positions=3 * steps,
+            n_embd=width,
+            n_layer=SMALL.layers,
+            n_head=SMALL.heads,
+            activation_function="relu",
+        )
+    ).eval()
+    head = torch.nn.Linear(width, 3)
+
+    # Ours beside theirs. Both keep a layer's matrices as [in, out], but for the head's.
+    ours = {
+        "ln_1": layers.norm_attention,
+        "attn.c_attn": layers.query_key_value,
+        "attn.c_proj": layers.mix,
+        "ln_2": layers.norm_mlp,
+        "mlp.c_fc": layers.expand,
+        "mlp.c_proj": layers.contract,
+    }
+
+    def fill(theirs, weight, bias):
+        theirs.weight.data = torch.tensor(np.array(weight))
+        theirs.bias.data = torch.tensor(np.array(bias))
+
+    for i in range(SMALL.layers):
+        for name, module in ours.items():
+            fill(gpt2.h[i].get_submodule(name), module.weight[i], module.bias[i])
+    fill(gpt2.ln_f, model.norm.weight, model.norm.bias)
+    fill(head, model.head.weight.T, model.head.bias)
+    gpt2.wpe.weight.data.zero_()  # ours are part of the embeddings already
+
+    tokens = jax.random.normal(jax.random.key(7), (3 * steps, width))
+    theirs_tokens = torch.tensor(np.array(tokens), requires_grad=True)
+    theirs = head(gpt2(inputs_embeds=theirs_tokens[None]).last_hidden_state[0, 1::3])
+    np.testing.assert_allclose(model.predict(tokens), theirs.detach(), rtol=0, atol=1e-4)
+
+    (theirs**2).sum().backward()
+    gradient, gradient_tokens = jax.grad(
+        lambda model, tokens: (model.predict(tokens) ** 2).sum(), argnums=(0, 1)
+    )(model, tokens)
+
+    def assert_same(mine, peer):
+        np.testing.assert_allclose(mine, peer, rtol=0, atol=1e-4 * float(abs(peer).max()))
+
+    assert_same(gradient_tokens, theirs_tokens.grad)
+    assert_same(gradient.head.weight.T, head.weight.grad)
+    for i in range(SMALL.layers):
+        for name, attribute in zip(
+            ours,
+            ["norm_attention", "query_key_value", "mix", "norm_mlp", "expand", "contract"],
+            strict=True,
+        ):
+            peer, mine = gpt2.h[i].get_submodule(name), getattr(gradient.layers, attribute)
+            assert_same(mine.weight[i], peer.weight.grad)
+            assert_same(mine.bias[i], peer.bias.grad)

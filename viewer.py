@@ -1,0 +1,756 @@
+"""The viewer: episodes as one HTML page that plays them in 3D, in any browser, with no network.
+
+Behaviour on demand is best judged by eye: did the robot walk to the target, did its feet touch the
+ground as often as they were asked to? `page` packs the robot's shape (`Scene`), its recorded motion
+(`Playback`, one per start state) and the target into a single file. The page holds everything it
+needs; its own security policy forbids it to fetch anything.
+
+The picture is drawn without WebGL, because a GPU is not always there (a server, a remote desktop, a
+test): the ground is plain 2D canvas polygons, and the robot's spheres, capsules and boxes are
+ray-cast pixel by pixel with a depth buffer. A robot is some twenty geoms on a tenth of the screen:
+little enough work for a browser.
+
+Imports nothing of the project: numpy arrays in, text out.
+"""
+
+import base64
+import html
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Float, Shaped
+
+WORLD = -1  # the body index of what does not move
+# Torso, limbs, feet: most brax robots come in a single brown, in which legs cannot be told apart.
+TORSO, LIMB, FOOT = (0.20, 0.36, 0.58), (0.85, 0.52, 0.27), (0.96, 0.76, 0.45)
+UNPAINTED = ((0.5, 0.5, 0.5), (0.4, 0.33, 0.26))  # the default colours of MuJoCo and of brax
+LABELS = {"bfoot": "back foot", "ffoot": "front foot"}  # for links with names that say little
+# MuJoCo's numbers for the shapes that the page can draw (mjtGeom)
+SHAPES = {0: "plane", 2: "sphere", 3: "capsule", 6: "box"}
+
+
+@dataclass(frozen=True)
+class Geom:
+    """One rigid shape on a body. Sizes as in MuJoCo; a capsule's: radius, half length along z."""
+
+    shape: Literal["plane", "sphere", "capsule", "box"]
+    size: tuple[float, ...]
+    colour: tuple[float, ...]  # red, green, blue in [0, 1]
+    body: int = WORLD
+    position: tuple[float, ...] = (0.0, 0.0, 0.0)  # in the body's frame
+    rotation: tuple[float, ...] = (1.0, 0.0, 0.0, 0.0)  # wxyz, in the body's frame
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is seen: the robot's geoms and the ground. `feet` maps the label of a foot to the body
+    that lights up when it touches the ground, in the order of the columns of `contacts`."""
+
+    geoms: list[Geom]
+    feet: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Playback:
+    """One episode, a row per step; `descriptor_path` is the descriptor of the steps so far."""
+
+    positions: Float[np.ndarray, "time body 3"]
+    rotations: Float[np.ndarray, "time body 4"]  # wxyz, as in brax
+    descriptor_path: Float[np.ndarray, "time d"]
+    contacts: Shaped[np.ndarray, "time foot"] | None = None  # not 0: the foot touches the ground
+
+
+def scene_from_brax(sys: Any, feet: Sequence[int] = ()) -> Scene:
+    """The geoms of a brax `System`; `feet` are the links whose contact with the ground is shown."""
+    parents = set(sys.link_parents)
+    model = sys.mj_model
+    geoms = []
+    for i in range(model.ngeom):
+        # MuJoCo counts the world as body 0, brax's links start after it.
+        body = int(model.geom_bodyid[i]) - 1
+        colour = tuple(float(c) for c in model.geom_rgba[i][:3])
+        if np.isclose(colour, UNPAINTED, atol=1e-3).all(axis=1).any():
+            colour = TORSO if body == 0 else LIMB if body in parents else FOOT
+        shape, size = SHAPES.get(int(model.geom_type[i])), model.geom_size[i]
+        position, rotation = model.geom_pos[i], model.geom_quat[i]
+        if shape is None:
+            # A mesh, an ellipsoid, ...: its bounding box is better than a hole in the robot.
+            shape, size = "box", model.geom_aabb[i][3:]
+            position = position + _rotate(rotation, model.geom_aabb[i][:3])
+        geoms.append(Geom(shape, _floats(size), colour, body, _floats(position), _floats(rotation)))
+    names = [sys.link_names[link] or f"foot {k}" for k, link in enumerate(feet, 1)]
+    return Scene(geoms, {LABELS.get(n, n): int(link) for n, link in zip(names, feet, strict=True)})
+
+
+def point_scene(radius: float = 0.02) -> Scene:
+    """A ball on a plane, for a task without physics; good is a hundredth of the plane's width."""
+    ground = Geom("plane", (1.0, 1.0, 1.0), (0.5, 0.5, 0.5))
+    return Scene([ground, Geom("sphere", (radius,), TORSO, body=0, position=(0.0, 0.0, radius))])
+
+
+def page(
+    title: str,
+    scene: Scene,
+    playbacks: Sequence[Playback],
+    target: Sequence[float] | np.ndarray,
+    bounds: Any,
+    kind: Literal["omni", "uni"] = "omni",
+    dt: float = 0.05,
+) -> str:
+    """The HTML page that plays `playbacks`.
+
+    `target` is the descriptor that was asked for and `bounds` = (low, high) the descriptor space,
+    each a number or one number per dimension. `kind` says what a descriptor is: a place on the
+    ground, which is drawn there ('omni'), or shares of ground contact, which are drawn as a chart
+    with a lamp per foot ('uni'). `dt` is the time in seconds between two rows of a playback.
+    """
+    target = np.asarray(target, np.float32)
+    if target.ndim != 1 or (kind == "omni" and target.shape != (2,)):
+        raise ValueError(f"The target must be {'x and y' if kind == 'omni' else 'a list'}.")
+    if not np.isfinite(target).all():
+        raise ValueError(f"The target must be finite, not {target.tolist()}.")
+    low, high = (np.broadcast_to(np.asarray(b, np.float32), target.shape) for b in bounds)
+    if not (high > low).all():
+        raise ValueError(f"The bounds must be (low, high) with low < high, not {bounds}.")
+    if kind not in ("omni", "uni"):
+        raise ValueError(f"The kind must be 'omni' or 'uni', not '{kind}'.")
+    if not dt > 0:
+        raise ValueError(f"The time between two steps must be positive, not {dt}.")
+    if not playbacks:
+        raise ValueError("There is no episode to play.")
+    bodies = 1 + max((geom.body for geom in scene.geoms), default=WORLD)
+    if bodies == 0:
+        raise ValueError("The scene has no geom that moves.")
+    data = {
+        "title": title,
+        "kind": kind,
+        "dt": float(dt),
+        "target": target.tolist(),
+        "bounds": [low.tolist(), high.tolist()],
+        "geoms": [vars(geom) for geom in scene.geoms],
+        "feet": [[label, body] for label, body in scene.feet.items()],
+        "episodes": [_pack(p, i, bodies, len(target)) for i, p in enumerate(playbacks, 1)],
+    }
+    # Inside a script element only '<' could end it or open a comment.
+    text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    fields = {"TITLE": html.escape(title), "DATA": text}
+    return re.sub("@@(TITLE|DATA)@@", lambda match: fields[match[1]], _PAGE)
+
+
+def _pack(playback: Playback, number: int, bodies: int, d: int) -> dict[str, Any]:
+    """The arrays of episode `number` as text, after a check that the page can play them."""
+    steps, contacts = len(playback.positions), playback.contacts
+    expected = {
+        "positions": ("time", "body", 3),
+        "rotations": ("time", "body", 4),
+        "descriptor_path": ("time", d),
+    }
+    sizes = {"time": steps, "body": playback.positions.shape[1]}
+    for name, axes in expected.items():
+        array = getattr(playback, name)
+        if steps == 0 or array.shape != tuple(sizes.get(axis, axis) for axis in axes):
+            raise ValueError(f"Episode {number}: {name} has shape {array.shape}, not {axes}.")
+        diverged = ~np.isfinite(array).reshape(steps, -1).all(axis=1)
+        if diverged.any():
+            first = diverged.argmax()
+            raise ValueError(f"Episode {number} diverged at step {first}: it cannot be played.")
+    if sizes["body"] < bodies:
+        raise ValueError(f"Episode {number} moves {sizes['body']} bodies, the scene has {bodies}.")
+    if contacts is not None and (contacts.ndim != 2 or len(contacts) != steps):
+        raise ValueError(f"Episode {number}: contacts needs a row for each of {steps} steps.")
+    return {
+        "steps": steps,
+        "bodies": bodies,
+        "feet": 0 if contacts is None else contacts.shape[1],
+        "positions": _base64(playback.positions[:, :bodies]),
+        "rotations": _base64(playback.rotations[:, :bodies]),
+        "descriptors": _base64(playback.descriptor_path),
+        "contacts": None if contacts is None else _base64(contacts),
+    }
+
+
+def _base64(array: np.ndarray) -> str:
+    return base64.b64encode(np.ascontiguousarray(array, "<f4").tobytes()).decode("ascii")
+
+
+def _floats(array: np.ndarray) -> tuple[float, ...]:
+    return tuple(round(float(value), 5) for value in array)
+
+
+def _rotate(quaternion: np.ndarray, vector: np.ndarray) -> np.ndarray:
+    w, axis = quaternion[0], quaternion[1:]
+    turn = 2 * np.cross(axis, vector)
+    return vector + w * turn + np.cross(axis, turn)
+
+
+_PAGE = r"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none';
+ script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:">
+<link rel="icon" href="data:,">
+<title>@@TITLE@@</title>
+<style>
+  * { box-sizing: border-box; }
+  html, body { margin: 0; height: 100%; color: #1c2733; background: #f3f6f9;
+    font: 15px/1.45 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
+  body { display: flex; }
+  main { flex: 1; min-width: 0; display: flex; flex-direction: column; }
+  #stage { flex: 1; min-height: 0; position: relative; }
+  #view { position: absolute; inset: 0; width: 100%; height: 100%; touch-action: none;
+    cursor: grab; }
+  #view:active { cursor: grabbing; }
+  #bar { display: flex; gap: 10px; align-items: center; padding: 10px 14px; background: #fff;
+    border-top: 1px solid #d9e0e7; }
+  #bar input { flex: 1; min-width: 60px; accent-color: #2f5d94; }
+  #clock { font-variant-numeric: tabular-nums; white-space: nowrap; }
+  button, select { font: inherit; color: inherit; background: #fff; border: 1px solid #b8c3ce;
+    border-radius: 6px; padding: 5px 10px; }
+  button { cursor: pointer; } button:hover, select:hover { border-color: #2f5d94; }
+  #play { min-width: 5.2em; background: #2f5d94; color: #fff; border-color: #2f5d94; }
+  aside { width: 340px; padding: 18px 20px; background: #fff; border-left: 1px solid #d9e0e7;
+    overflow-y: auto; }
+  h1 { margin: 0 0 10px; font-size: 21px; overflow-wrap: anywhere; }
+  dl { display: grid; grid-template-columns: auto 1fr; gap: 3px 14px; margin: 14px 0; }
+  dt { color: #5b6b7a; } dd { margin: 0; text-align: right; font-variant-numeric: tabular-nums; }
+  #target { color: #d4145a; font-weight: 600; } #distance { font-weight: 600; }
+  #episode { width: 100%; }
+  #chart { display: block; width: 100%; aspect-ratio: 1; }
+  #lamps { margin: 12px 0 0; padding: 0; list-style: none; font-variant-numeric: tabular-nums; }
+  #lamps li::before { content: ""; display: inline-block; width: 15px; height: 15px;
+    margin-right: 9px; border-radius: 50%; border: 1px solid #9aa8b5; background: #e4e9ee;
+    vertical-align: -2px; }
+  #lamps li.on::before { background: #12b76a; border-color: #0b8a50; box-shadow: 0 0 9px #12b76a; }
+  p { color: #5b6b7a; font-size: 13px; }
+  @media (max-width: 760px) {
+    body { display: block; } main { height: 68vh; height: 68dvh; }
+    aside { width: auto; border-left: 0; } #chart { max-width: 420px; margin: 0 auto; }
+    #bar { flex-wrap: wrap; } #bar input { order: -1; flex-basis: 100%; }
+  }
+</style>
+</head>
+<body>
+<main>
+  <div id="stage"><canvas id="view" aria-label="The episode in 3D"></canvas></div>
+  <div id="bar">
+    <button id="play" type="button">Pause</button>
+    <input id="time" type="range" min="0" step="any" value="0" aria-label="Time">
+    <span id="clock"></span>
+    <select id="speed" aria-label="Speed">
+      <option value="0.25">¼×</option><option value="0.5">½×</option>
+      <option value="1" selected>1×</option><option value="2">2×</option>
+      <option value="4">4×</option>
+    </select>
+    <button id="camera" type="button">Overview</button>
+  </div>
+</main>
+<aside>
+  <h1 id="title">@@TITLE@@</h1>
+  <select id="episode" aria-label="Start state"></select>
+  <dl>
+    <dt>target</dt><dd id="target"></dd>
+    <dt>reached at the end</dt><dd id="reached"></dd>
+    <dt>distance at the end</dt><dd id="distance"></dd>
+    <dt>now</dt><dd id="now"></dd>
+    <dt>distance now</dt><dd id="left"></dd>
+  </dl>
+  <canvas id="chart" aria-label="The descriptor on its way to the target"></canvas>
+  <ul id="lamps"></ul>
+  <p>Drag to turn, wheel or pinch to zoom, space to play or pause, arrow keys to step.</p>
+</aside>
+<script type="application/json" id="data">@@DATA@@</script>
+<script>
+"use strict";
+{  // a block, so that no name meets one of the browser's
+const $ = id => document.getElementById(id);
+const data = JSON.parse($("data").textContent);
+const uni = data.kind === "uni", target = data.target, [low, high] = data.bounds;
+const TARGET = [0.88, 0.08, 0.36], CONTACT = [0.07, 0.78, 0.45];
+const css = (c, alpha) => "rgba(" + c.map(v => Math.round(255 * v)) + "," + alpha + ")";
+
+// ---- the episodes ----
+function floats(text) {
+  const bytes = Uint8Array.from(atob(text), c => c.charCodeAt(0));
+  const view = new DataView(bytes.buffer);
+  return Float32Array.from({length: bytes.length / 4}, (_, i) => view.getFloat32(4 * i, true));
+}
+const episodes = data.episodes.map(e => Object.assign({}, e, {
+  positions: floats(e.positions), rotations: floats(e.rotations),
+  descriptors: floats(e.descriptors), contacts: e.contacts && floats(e.contacts)}));
+const D = target.length, descriptor = (e, i) => [...e.descriptors.subarray(i * D, (i + 1) * D)];
+const distance = d => Math.hypot(...d.map((v, k) => v - target[k]));
+const brackets = d => "(" + d.map(v => v.toFixed(2).replace("-", "−")).join(", ") + ")";
+
+// ---- vectors and rotations ----
+const dot = (a, b) => a[0] * b[0] + a[1] * b[1] + a[2] * b[2];
+const add = (a, b, s) => [a[0] + s * b[0], a[1] + s * b[1], a[2] + s * b[2]];
+const cross = (a, b) => [
+  a[1] * b[2] - a[2] * b[1], a[2] * b[0] - a[0] * b[2], a[0] * b[1] - a[1] * b[0]];
+const unit = a => add([0, 0, 0], a, 1 / (Math.hypot(a[0], a[1], a[2]) || 1));
+function turn(q, v) {
+  const axis = [q[1], q[2], q[3]], t = cross(axis, v).map(x => 2 * x);
+  return add(add(v, t, q[0]), cross(axis, t), 1);
+}
+function body(e, index, step) {  // where a body is at a moment between two steps
+  if (index < 0) return {position: [0, 0, 0], rotation: [1, 0, 0, 0]};
+  const i = Math.min(Math.floor(step), e.steps - 1), j = Math.min(i + 1, e.steps - 1), s = step - i;
+  const at = (array, k, n) => {
+    const start = (k * e.bodies + index) * n;
+    return array.subarray(start, start + n);
+  };
+  const p = at(e.positions, i, 3), p2 = at(e.positions, j, 3);
+  const q = at(e.rotations, i, 4), q2 = at(e.rotations, j, 4);
+  const sign = q[0] * q2[0] + q[1] * q2[1] + q[2] * q2[2] + q[3] * q2[3] < 0 ? -1 : 1;
+  const mixed = [0, 1, 2, 3].map(k => (1 - s) * q[k] + s * sign * q2[k]);
+  const norm = Math.hypot(...mixed) || 1;
+  return {position: [0, 1, 2].map(k => (1 - s) * p[k] + s * p2[k]),
+    rotation: mixed.map(v => v / norm)};
+}
+
+// ---- the shapes in the world at one moment ----
+const plane = data.geoms.find(g => g.shape === "plane");
+const ground = plane ? plane.position[2] : 0;
+const solids = data.geoms.filter(g => g.shape !== "plane");
+function shapes(e, step) {
+  const row = Math.min(Math.floor(step), e.steps - 1);
+  const lit = new Set(data.feet.filter((_, k) => e.contacts && e.contacts[row * e.feet + k])
+    .map(foot => foot[1]));
+  return solids.map(g => {
+    const b = body(e, g.body, step), direct = v => turn(b.rotation, turn(g.rotation, v));
+    const c = add(b.position, turn(b.rotation, g.position), 1);
+    const colour = lit.has(g.body) ? CONTACT : g.colour;
+    if (g.shape === "box") {
+      const axes = [[1, 0, 0], [0, 1, 0], [0, 0, 1]].map(direct);
+      const k = g.size.indexOf(Math.max(...g.size)), reach = add([0, 0, 0], axes[k], g.size[k]);
+      return {centre: c, axes, half: g.size, colour, radius: Math.min(...g.size),
+        from: add(c, reach, -1), to: add(c, reach, 1)};
+    }
+    const reach = g.shape === "capsule" ? direct([0, 0, g.size[1]]) : [0, 0, 0];
+    return {colour, radius: g.size[0], from: add(c, reach, -1), to: add(c, reach, 1)};
+  });
+}
+// The unit of length: the robot's reach, or a fortieth of the plane's width if that is more.
+let U = uni ? 0 : (high[0] - low[0]) / 40;
+const middle = body(episodes[0], 0, 0).position;
+for (const s of shapes(episodes[0], 0)) for (const end of [s.from, s.to]) {
+  U = Math.max(U, Math.hypot(...add(end, middle, -1)) + s.radius);
+}
+const top = [...target, ground + 2 * U];
+const pole = uni ? [] : [
+  {colour: [1, 0.2, 0.48], radius: 0.05 * U, from: [...target, ground], to: top},
+  {colour: [1, 0.2, 0.48], radius: 0.24 * U, from: top, to: top}];
+
+// ---- the camera ----
+const canvas = $("view"), ctx = canvas.getContext("2d");
+const camera = {yaw: uni ? -Math.PI / 2 : 0.3, pitch: uni ? 0.2 : 0.34, zoom: 1, overview: false};
+let width = 0, height = 0, eye, right, up, forward, focal;
+function aim(e, step) {
+  const p = body(e, 0, step).position, start = body(e, 0, 0).position;
+  let focus = [p[0], p[1], ground + 0.6 * U], far = (uni ? 3.8 : 6) * U, yaw = camera.yaw;
+  if (!uni) {
+    // From behind the robot towards the target. Near the target that direction spins, so that the
+    // direction from the start is mixed in.
+    const back = unit([start[0] - target[0], start[1] - target[1], 0]);
+    const k = (camera.overview ? 1e6 : 4) * U;
+    yaw += Math.atan2(p[1] - target[1] + k * back[1], p[0] - target[0] + k * back[0]);
+  }
+  if (camera.overview) {
+    const points = uni ? [] : [target];
+    for (let i = 0; i < e.steps; i++) points.push(e.positions.subarray(3 * i * e.bodies));
+    const span = [0, 1].map(k => points.map(q => q[k])).map(v => [Math.min(...v), Math.max(...v)]);
+    focus = [...span.map(v => (v[0] + v[1]) / 2), ground];
+    far = 2.3 * (0.5 * Math.hypot(...span.map(v => v[1] - v[0])) + 2 * U);
+  }
+  far *= camera.zoom;
+  const pitch = camera.overview ? Math.min(1.5, camera.pitch + 0.45) : camera.pitch;
+  const out = [Math.cos(pitch) * Math.cos(yaw), Math.cos(pitch) * Math.sin(yaw), Math.sin(pitch)];
+  eye = add(focus, out, far);
+  forward = out.map(v => -v);
+  right = unit(cross(forward, [0, 0, 1]));
+  up = cross(right, forward);
+  focal = Math.min(width, 1.25 * height);
+  return {focus, far, horizon: height / 2 - focal * Math.tan(pitch)};
+}
+const turned = v => [dot(v, right), dot(v, up), dot(v, forward)];
+const toCamera = p => turned(add(p, eye, -1));
+const toScreen = c => [width / 2 + focal * c[0] / c[2], height / 2 - focal * c[1] / c[2]];
+
+// ---- the ground: polygons and lines, cut at the camera's near plane ----
+function trace(points, closed) {
+  const near = 0.02 * U, seen = points.map(toCamera), n = seen.length;
+  let pen = false;
+  const put = c => {
+    const [x, y] = toScreen(c);
+    if (pen) ctx.lineTo(x, y); else ctx.moveTo(x, y);
+    pen = true;
+  };
+  for (let i = 0; i < (closed ? n : n - 1); i++) {
+    const a = seen[i], b = seen[(i + 1) % n];
+    const cut = () => a.map((v, k) => v + (b[k] - v) * (near - a[2]) / (b[2] - a[2]));
+    if (a[2] >= near && (!pen || closed)) put(a);
+    if ((a[2] < near) !== (b[2] < near)) { if (!closed && a[2] < near) pen = false; put(cut()); }
+    if (!closed && b[2] >= near) put(b);
+  }
+  if (closed && pen) ctx.closePath();
+}
+const circle = (x, y, r) => Array.from({length: 40}, (_, i) =>
+  [x + r * Math.cos(i * Math.PI / 20), y + r * Math.sin(i * Math.PI / 20), ground]);
+function shadow(s, grow) {  // the outline of a capsule seen from above
+  const r = s.radius * grow, along = Math.atan2(s.to[1] - s.from[1], s.to[0] - s.from[0]);
+  return Array.from({length: 32}, (_, i) => {  // half a circle around each end
+    const end = i < 16 ? s.to : s.from, facing = i < 16 ? -0.5 : 0.5;
+    const angle = along + Math.PI * (facing + (i % 16) / 15);
+    return [end[0] + r * Math.cos(angle), end[1] + r * Math.sin(angle), ground];
+  });
+}
+function drawGround(e, step, view, robot) {
+  const sky = ctx.createLinearGradient(0, Math.min(view.horizon, 0), 0, Math.max(view.horizon, 1));
+  sky.addColorStop(0, "#bcd3e8"); sky.addColorStop(1, "#eef3f7");
+  ctx.fillStyle = sky; ctx.fillRect(0, 0, width, height);
+  const floor = ctx.createLinearGradient(0, view.horizon, 0, height);
+  floor.addColorStop(0, "#eef3f7"); floor.addColorStop(1, "#dbe2e8");
+  ctx.fillStyle = floor;
+  ctx.fillRect(0, Math.max(view.horizon, 0), width, height);
+
+  const coarser = Math.max(0, Math.round(Math.log2(view.far / U / 8)));
+  const tile = 10 ** Math.round(Math.log10(U)) * 2 ** coarser;
+  const cx = Math.round(view.focus[0] / tile), cy = Math.round(view.focus[1] / tile), n = 16;
+  for (let i = cx - n; i <= cx + n; i++) for (let j = cy - n; j <= cy + n; j++) {
+    if ((i + j) & 1) continue;
+    const away = Math.hypot((i + 0.5) * tile - view.focus[0], (j + 0.5) * tile - view.focus[1]);
+    const fade = 1 - away / (n * tile);
+    if (fade <= 0) continue;
+    ctx.fillStyle = "rgba(120,140,160," + (0.34 * Math.min(1, 1.6 * fade)).toFixed(3) + ")";
+    ctx.beginPath();
+    trace([[i, j], [i + 1, j], [i + 1, j + 1], [i, j + 1]]
+      .map(c => [c[0] * tile, c[1] * tile, ground]), true);
+    ctx.fill();
+  }
+  ctx.lineJoin = ctx.lineCap = "round";
+  if (!uni) {
+    ctx.strokeStyle = "rgba(70,90,110,0.5)"; ctx.lineWidth = 1.5; ctx.beginPath();
+    trace([[low[0], low[1]], [high[0], low[1]], [high[0], high[1]], [low[0], high[1]]]
+      .map(c => [...c, ground]), true);
+    ctx.stroke();
+    [[0.9, 0.25], [0.55, 0.4], [0.22, 0.9]].forEach(([r, alpha]) => {
+      ctx.fillStyle = css(TARGET, alpha); ctx.beginPath();
+      trace(circle(target[0], target[1], r * U), true); ctx.fill();
+    });
+    const path = [];
+    for (let i = 0; i <= Math.floor(step); i++) {
+      path.push([e.positions[3 * i * e.bodies], e.positions[3 * i * e.bodies + 1], ground]);
+    }
+    path.push([...body(e, 0, step).position.slice(0, 2), ground]);
+    ctx.strokeStyle = ctx.fillStyle = "#1f6feb"; ctx.lineWidth = 4; ctx.beginPath();
+    trace(path, false); ctx.stroke();
+    ctx.beginPath(); trace(circle(path[0][0], path[0][1], 0.13 * U), true); ctx.fill();
+  }
+  for (const grow of [1.3, 1.1, 0.9, 0.7]) {  // all in one fill, so that overlaps are not darker
+    ctx.fillStyle = "rgba(25,35,50,0.11)"; ctx.beginPath();
+    for (const s of [...robot, ...pole]) trace(shadow(s, grow), true);
+    ctx.fill();
+  }
+}
+
+// ---- the robot: a ray (x, y, 1) from the eye through each pixel, in camera coordinates ----
+const layer = document.createElement("canvas"), layerCtx = layer.getContext("2d");
+let image, pixels, depth, fine = 2, slow = 0;  // `fine` rays per pixel and axis; 1 if that is slow
+function resizeLayer() {
+  layer.width = Math.max(1, width * fine); layer.height = Math.max(1, height * fine);
+  image = layerCtx.createImageData(layer.width, layer.height);
+  pixels = new Uint32Array(image.data.buffer);
+  depth = new Float32Array(pixels.length);
+}
+function extent(s) {  // the rectangle of pixels that the shape can touch
+  const balls = s.axes ? [[s.centre, Math.hypot(...s.half)]]
+    : [[s.from, s.radius], [s.to, s.radius]];
+  const box = [Infinity, Infinity, -Infinity, -Infinity];
+  for (const [point, r] of balls) {
+    const c = toCamera(point);
+    if (c[2] < 1.05 * r) return null;  // the camera is inside or the shape behind it
+    const [x, y] = toScreen(c), margin = focal * r / (c[2] - r);
+    const mx = margin * (1 + Math.abs(c[0] / c[2])), my = margin * (1 + Math.abs(c[1] / c[2]));
+    box[0] = Math.min(box[0], x - mx); box[1] = Math.min(box[1], y - my);
+    box[2] = Math.max(box[2], x + mx); box[3] = Math.max(box[3], y + my);
+  }
+  const x0 = Math.max(0, Math.floor(box[0] * fine)), y0 = Math.max(0, Math.floor(box[1] * fine));
+  const x1 = Math.min(layer.width, Math.ceil(box[2] * fine));
+  const y1 = Math.min(layer.height, Math.ceil(box[3] * fine));
+  return x0 < x1 && y0 < y1 ? [x0, y0, x1, y1] : null;
+}
+const hit = new Float64Array(4);  // distance and normal of the last ray that met a shape
+function meetBall(x, y, c, cc, r) {
+  const b = x * c[0] + y * c[1] + c[2], a = x * x + y * y + 1, h = b * b - a * (cc - r * r);
+  if (h < 0) return false;
+  const t = (b - Math.sqrt(h)) / a;
+  hit[0] = t; hit[1] = (t * x - c[0]) / r; hit[2] = (t * y - c[1]) / r; hit[3] = (t - c[2]) / r;
+  return t > 0;
+}
+function meeter(s) {  // the function that sends a ray to this shape
+  if (s.axes) {
+    const c = toCamera(s.centre), axes = s.axes.map(turned);
+    const offset = axes.map(a => dot(a, c));
+    return (x, y) => {  // the ray is inside the box where it is inside all three slabs
+      let enter = 0, leave = Infinity, side = -1, sign = 0;
+      for (let k = 0; k < 3; k++) {
+        const a = axes[k], speed = a[0] * x + a[1] * y + a[2];
+        const t0 = (offset[k] - s.half[k]) / speed, t1 = (offset[k] + s.half[k]) / speed;
+        if (Math.min(t0, t1) > enter) {
+          enter = Math.min(t0, t1); side = k; sign = speed > 0 ? -1 : 1;
+        }
+        leave = Math.min(leave, Math.max(t0, t1));
+      }
+      if (side < 0 || enter > leave) return false;
+      hit[0] = enter;
+      for (let k = 0; k < 3; k++) hit[k + 1] = sign * axes[side][k];
+      return true;
+    };
+  }
+  const a = toCamera(s.from), b = toCamera(s.to), d = add(b, a, -1), r = s.radius;
+  const aa = dot(a, a), bb = dot(b, b), dd = dot(d, d), da = dot(d, a);
+  const C = dd * (aa - r * r) - da * da;
+  if (dd < 1e-12) return (x, y) => meetBall(x, y, a, aa, r);
+  return (x, y) => {  // the cylinder around the axis, or the ball at the end beyond which it is met
+    const dr = d[0] * x + d[1] * y + d[2], ar = a[0] * x + a[1] * y + a[2];
+    const A = dd * (x * x + y * y + 1) - dr * dr, B = dd * ar - da * dr, h = B * B - A * C;
+    if (h < 0) return false;
+    const t = (B - Math.sqrt(h)) / A, along = t * dr - da;
+    if (!(along > 0)) return meetBall(x, y, a, aa, r);
+    if (along >= dd) return meetBall(x, y, b, bb, r);
+    const f = along / dd;
+    hit[0] = t;
+    hit[1] = (t * x - a[0] - f * d[0]) / r;
+    hit[2] = (t * y - a[1] - f * d[1]) / r;
+    hit[3] = (t - a[2] - f * d[2]) / r;
+    return t > 0;
+  };
+}
+function drawSolids(all) {
+  const seen = all.map(s => [s, extent(s)]).filter(pair => pair[1]);
+  if (!seen.length) return;
+  const [left, top, end, bottom] = seen.map(pair => pair[1]).reduce((a, b) =>
+    [Math.min(a[0], b[0]), Math.min(a[1], b[1]), Math.max(a[2], b[2]), Math.max(a[3], b[3])]);
+  for (let j = top; j < bottom; j++) {
+    pixels.fill(0, j * layer.width + left, j * layer.width + end);
+    depth.fill(Infinity, j * layer.width + left, j * layer.width + end);
+  }
+  const sky = turned([0, 0, 1]), sun = unit(add([-0.45, 0.15, -0.6], sky, 0.75));
+  const gleam = unit(add(sun, [0, 0, -1], 1));
+  for (const [s, [x0, y0, x1, y1]] of seen) {
+    const meet = meeter(s), [red, green, blue] = s.colour.map(v => 255 * v);
+    for (let j = y0; j < y1; j++) {
+      const y = (height / 2 - (j + 0.5) / fine) / focal;
+      for (let i = x0, at = j * layer.width + x0; i < x1; i++, at++) {
+        if (!meet(((i + 0.5) / fine - width / 2) / focal, y) || hit[0] >= depth[at]) continue;
+        depth[at] = hit[0];
+        const day = hit[1] * sky[0] + hit[2] * sky[1] + hit[3] * sky[2];
+        const light = 0.52 + 0.16 * day
+          + 0.5 * Math.max(0, hit[1] * sun[0] + hit[2] * sun[1] + hit[3] * sun[2]);
+        const mirror = Math.max(0, hit[1] * gleam[0] + hit[2] * gleam[1] + hit[3] * gleam[2]);
+        const shine = 70 * mirror ** 40;
+        pixels[at] = 0xff000000 | Math.min(255, blue * light + shine) << 16
+          | Math.min(255, green * light + shine) << 8 | Math.min(255, red * light + shine);
+      }
+    }
+  }
+  const w = end - left, h = bottom - top;
+  layerCtx.putImageData(image, 0, 0, left, top, w, h);
+  ctx.drawImage(layer, left, top, w, h, left / fine, top / fine, w / fine, h / fine);
+}
+function drawLabel() {
+  const c = toCamera([...target, ground + 2.45 * U]);
+  if (uni || c[2] < 0.1 * U) return;
+  const [x, y] = toScreen(c), text = "target " + brackets(target);
+  ctx.font = "600 14px system-ui, sans-serif"; ctx.textAlign = "center"; ctx.lineWidth = 4;
+  ctx.strokeStyle = "rgba(255,255,255,0.9)"; ctx.strokeText(text, x, y);
+  ctx.fillStyle = "#c40d50"; ctx.fillText(text, x, y);
+}
+
+// ---- the chart of the descriptor space ----
+const chart = $("chart"), pen = chart.getContext("2d");
+const foot = k => data.feet[k] ? data.feet[k][0] : "foot " + (k + 1);
+const names = uni ? [0, 1].map(k => foot(k) + " on the ground (share of steps)") : ["x", "y"];
+function drawBars(here) {  // for other than two dimensions: how far each has come, with the target
+  const size = chart.clientWidth, gap = size / D;
+  pen.clearRect(0, 0, size, size);
+  pen.textAlign = "center"; pen.font = "12px system-ui, sans-serif";
+  const Y = (v, k) => 12 + (size - 44) * (high[k] - v) / (high[k] - low[k]);
+  target.forEach((goal, k) => {
+    const x = (k + 0.25) * gap, w = gap / 2;
+    pen.fillStyle = "#e4e9ee"; pen.fillRect(x, Y(high[k], k), w, Y(low[k], k) - Y(high[k], k));
+    pen.fillStyle = "#1f6feb"; pen.fillRect(x, Y(here[k], k), w, Y(low[k], k) - Y(here[k], k));
+    pen.fillStyle = css(TARGET, 1); pen.fillRect(x - 6, Y(goal, k) - 2, w + 12, 4);
+    pen.fillStyle = "#5b6b7a"; pen.fillText(foot(k), x + w / 2, size - 13);
+  });
+}
+function drawChart(e, row) {
+  const size = chart.clientWidth, pad = 46, span = size - pad - 12;
+  const X = v => pad + span * (v - low[0]) / (high[0] - low[0]);
+  const Y = v => 12 + span * (high[1] - v) / (high[1] - low[1]);
+  const disc = (d, r, fill) => {
+    pen.fillStyle = fill; pen.beginPath(); pen.arc(X(d[0]), Y(d[1]), r, 0, 7); pen.fill();
+  };
+  pen.clearRect(0, 0, size, size);
+  pen.font = "12px system-ui, sans-serif"; pen.lineWidth = 1; pen.fillStyle = "#5b6b7a";
+  for (let k = 0; k <= 4; k++) {
+    const x = low[0] + k / 4 * (high[0] - low[0]), y = low[1] + k / 4 * (high[1] - low[1]);
+    pen.strokeStyle = k % 4 ? "#e4e9ee" : "#9aa8b5"; pen.beginPath();
+    pen.moveTo(X(x), Y(low[1])); pen.lineTo(X(x), Y(high[1]));
+    pen.moveTo(X(low[0]), Y(y)); pen.lineTo(X(high[0]), Y(y)); pen.stroke();
+    if (k % 2) continue;
+    pen.textAlign = "center"; pen.fillText(+x.toPrecision(3), X(x), Y(low[1]) + 15);
+    pen.textAlign = "right"; pen.fillText(+y.toPrecision(3), X(low[0]) - 5, Y(y) + 4);
+  }
+  pen.textAlign = "center"; pen.fillText(names[0], X((low[0] + high[0]) / 2), size - 13);
+  pen.save(); pen.translate(11, Y((low[1] + high[1]) / 2)); pen.rotate(-Math.PI / 2);
+  pen.fillText(names[1], 0, 0); pen.restore();
+
+  for (const other of episodes) if (other !== e) {
+    disc(descriptor(other, other.steps - 1), 3.5, "#b8c3ce");
+  }
+  const here = descriptor(e, row);
+  pen.strokeStyle = css(TARGET, 0.6); pen.setLineDash([4, 4]); pen.lineWidth = 1.5; pen.beginPath();
+  pen.moveTo(X(here[0]), Y(here[1])); pen.lineTo(X(target[0]), Y(target[1])); pen.stroke();
+  pen.setLineDash([]);
+  pen.strokeStyle = "#1f6feb"; pen.lineWidth = 2; pen.lineJoin = "round"; pen.beginPath();
+  for (let i = 0; i <= row; i++) { const d = descriptor(e, i); pen.lineTo(X(d[0]), Y(d[1])); }
+  pen.stroke();
+  pen.strokeStyle = css(TARGET, 1); pen.lineWidth = 2.5; pen.beginPath();
+  pen.arc(X(target[0]), Y(target[1]), 9, 0, 7); pen.stroke();
+  disc(target, 3, css(TARGET, 1));
+  disc(here, 6.5, "#fff"); disc(here, 5, "#1f6feb");
+}
+
+// ---- playing ----
+const state = {episode: 0, time: 0, playing: true, dirty: true};
+const length = () => (episodes[state.episode].steps - 1) * data.dt;
+function fit(element, context) {
+  const scale = Math.min(window.devicePixelRatio || 1, 2);
+  element.width = Math.max(1, element.clientWidth * scale);
+  element.height = Math.max(1, element.clientHeight * scale);
+  context.setTransform(scale, 0, 0, scale, 0, 0);
+}
+function resize() {
+  fit(canvas, ctx); fit(chart, pen);
+  width = canvas.clientWidth; height = canvas.clientHeight;
+  resizeLayer(); draw();  // at once: a canvas that changes its size is empty until it is drawn
+}
+function draw() {
+  const e = episodes[state.episode], step = Math.min(state.time / data.dt, e.steps - 1);
+  const row = Math.floor(step + 1e-6), view = aim(e, step), robot = shapes(e, step);
+  drawGround(e, step, view, robot); drawSolids([...robot, ...pole]); drawLabel();
+  const here = descriptor(e, row);
+  if (D === 2) drawChart(e, row); else drawBars(here);
+  $("now").textContent = brackets(here); $("left").textContent = distance(here).toFixed(3);
+  $("time").value = state.time;
+  $("clock").textContent = state.time.toFixed(1) + " / " + length().toFixed(1) + " s";
+  $("play").textContent = state.playing ? "Pause" : state.time >= length() ? "Replay" : "Play";
+  $("camera").textContent = camera.overview ? "Follow" : "Overview";
+  [...$("lamps").children].forEach((lamp, k) => {
+    lamp.classList.toggle("on", e.contacts[row * e.feet + k] !== 0);
+    const share = [here, target].map(d => (100 * d[k]).toFixed(0) + " %");
+    lamp.textContent = foot(k) + (k < D ? ": " + share[0] + " (target " + share[1] + ")" : "");
+  });
+}
+function choose(index) {
+  const e = episodes[index], end = descriptor(e, e.steps - 1);
+  state.episode = index; state.time = 0; state.dirty = true;
+  $("episode").value = index; $("time").max = length();
+  $("reached").textContent = brackets(end); $("distance").textContent = distance(end).toFixed(3);
+  $("lamps").replaceChildren(...Array.from({length: uni ? e.feet : 0},
+    () => document.createElement("li")));
+}
+function seek(time) {
+  state.time = Math.max(0, Math.min(length(), time)); state.playing = false; state.dirty = true;
+}
+function toggle() {
+  if (!state.playing && state.time >= length()) state.time = 0;
+  state.playing = !state.playing; state.dirty = true;
+}
+let last = null;
+function frame(now) {
+  if (state.playing && last !== null) {
+    state.time += Math.min(0.1, (now - last) / 1000) * Number($("speed").value);
+    if (state.time >= length()) { state.time = length(); state.playing = false; }
+    state.dirty = true;
+  }
+  last = now;
+  if (state.dirty) {
+    state.dirty = false;
+    const start = performance.now();
+    draw();
+    slow = 0.9 * slow + 0.1 * (performance.now() - start);
+    if (slow > 25 && fine > 1) { fine = 1; resizeLayer(); }
+  }
+  requestAnimationFrame(frame);
+}
+
+$("target").textContent = brackets(target);
+episodes.forEach((e, i) => $("episode").add(new Option("start state " + (i + 1) + ": distance "
+  + distance(descriptor(e, e.steps - 1)).toFixed(2), i)));
+$("episode").addEventListener("change", event => {
+  choose(Number(event.target.value)); state.playing = true;
+});
+$("play").addEventListener("click", toggle);
+$("time").addEventListener("input", event => seek(Number(event.target.value)));
+$("camera").addEventListener("click", () => {
+  camera.overview = !camera.overview; state.dirty = true;
+});
+window.addEventListener("keydown", event => {
+  if (["SELECT", "BUTTON", "INPUT"].includes(event.target.tagName)) return;
+  if (event.key === " ") { toggle(); event.preventDefault(); }
+  if (event.key === "ArrowRight") seek(state.time + data.dt);
+  if (event.key === "ArrowLeft") seek(state.time - data.dt);
+});
+const zoom = factor => {
+  camera.zoom = Math.max(0.3, Math.min(8, camera.zoom * factor)); state.dirty = true;
+};
+canvas.addEventListener("wheel", event => {
+  zoom(Math.exp(Math.sign(event.deltaY) * Math.min(Math.abs(event.deltaY), 100) * 0.0015));
+  event.preventDefault();
+}, {passive: false});
+const fingers = new Map();
+const apart = () => {
+  const [a, b] = [...fingers.values()]; return Math.hypot(a[0] - b[0], a[1] - b[1]) || 1;
+};
+canvas.addEventListener("pointerdown", event => {
+  canvas.setPointerCapture(event.pointerId);
+  fingers.set(event.pointerId, [event.clientX, event.clientY]);
+});
+canvas.addEventListener("pointermove", event => {
+  const before = fingers.get(event.pointerId);
+  if (!before) return;
+  const gap = fingers.size === 2 ? apart() : 0;
+  fingers.set(event.pointerId, [event.clientX, event.clientY]);
+  if (fingers.size === 2) { zoom(gap / apart()); return; }
+  camera.yaw -= (event.clientX - before[0]) * 0.008;
+  // never below the ground, which is drawn as seen from above
+  camera.pitch = Math.max(0.04, Math.min(1.5, camera.pitch + (event.clientY - before[1]) * 0.006));
+  state.dirty = true;
+});
+for (const name of ["pointerup", "pointercancel"]) {
+  canvas.addEventListener(name, event => fingers.delete(event.pointerId));
+}
+new ResizeObserver(resize).observe($("stage"));
+
+choose(0);
+// #episode=2&time=3.5 opens the page at that moment: for links and for pictures
+const asked = new URLSearchParams(location.hash.slice(1));
+if (asked.has("episode")) {
+  choose(Math.max(1, Math.min(episodes.length, Math.floor(Number(asked.get("episode"))) || 1)) - 1);
+}
+if (asked.has("overview")) camera.overview = true;
+if (asked.has("time")) seek(Number(asked.get("time")) || 0);
+resize();
+requestAnimationFrame(frame);
+}
+</script>
+</body>
+</html>
+"""
