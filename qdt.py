@@ -24,6 +24,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, PyTree, UInt32
 
 
+from envs import devices
+
 @dataclass(frozen=True)
 class QDTConfig:
     """The defaults are the paper's (its table for the QDT) wherever it names a value."""
@@ -46,6 +48,16 @@ class QDTConfig:
     # AdamW. The paper names no weight decay; this one is the Decision Transformer's.
     learning_rate: float = 7e-4
     weight_decay: float = 1e-4
+    # Passes over the dataset, and after how many of them the model is asked for its goals.
+    epochs: int = 100
+    evaluate_every: int = 5
+    goal_episodes: int = 10
+    # Steps in which the rate grows to its value, and whether it falls to zero on a half cosine. Ours.
+    warmup_steps: int = 0
+    decay: bool = False
+    # Share of the trajectories that is only used to look at the loss on what was not learned. Ours.
+    held_out: float = 0.0
+    checkpoint_seconds: float = 120.0
     # Arithmetic of the matrix products and activations; weights are always kept in float32.
     precision: Literal["float32", "bfloat16"] = "float32"
 
@@ -428,7 +440,10 @@ def initial_state(model: QDT) -> TrainState:
 
 
 def optimiser(config: QDTConfig) -> optax.GradientTransformation:
-    return optax.adamw(config.learning_rate, weight_decay=config.weight_decay, mask=decayed)
+    """AdamW up to its last factor, the learning rate, which a schedule may change from step to step."""
+    return optax.chain(
+        optax.scale_by_adam(), optax.add_decayed_weights(config.weight_decay, mask=decayed)
+    )
 
 
 def decayed(model: QDT) -> PyTree[bool]:
@@ -467,7 +482,7 @@ def loss_and_gradient(
 
     Every device goes through its share of the batch, a micro-batch at a time, and adds up.
     """
-    mesh = Mesh(jax.local_devices(), ("device",))
+    mesh = devices()
     size, micro_batch = len(batch.actions), model.config.micro_batch
     if size % (mesh.size * micro_batch):
         raise ValueError(
@@ -493,11 +508,17 @@ def loss_and_gradient(
 
 @jax.jit
 def train_step(
-    state: TrainState, batch: Trajectory, key: PRNGKeyArray
+    state: TrainState,
+    batch: Trajectory,
+    key: PRNGKeyArray,
+    rate: float | Float[Array, ""] | None = None,
 ) -> tuple[TrainState, Float[Array, ""]]:
-    """One step of AdamW on one batch; also returns the loss."""
+    """One step of AdamW on one batch; also returns the loss. No rate: the config's."""
+    config = state.model.config
+    rate = config.learning_rate if rate is None else rate
     # A key for each trajectory's number in the batch: its dropout is the same on any device.
     keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(len(batch.actions)))
     value, gradient = loss_and_gradient(state.model, batch, keys)
-    updates, moments = optimiser(state.model.config).update(gradient, state.optimiser, state.model)
+    updates, moments = optimiser(config).update(gradient, state.optimiser, state.model)
+    updates = jax.tree.map(lambda update: -rate * update, updates)
     return TrainState(eqx.apply_updates(state.model, updates), moments), value

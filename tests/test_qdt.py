@@ -240,7 +240,7 @@ def test_training_is_a_pure_function_and_lowers_the_loss():
 
 
 def test_training_leaves_the_statistics_alone_and_decays_matrices_only():
-    model = make(replace(SMALL, learning_rate=1e-3, weight_decay=0.5))
+    model = make()
     state, _ = qdt.train_step(qdt.initial_state(model), trajectories(4), jax.random.key(0))
     np.testing.assert_array_equal(state.model.observation_mean, model.observation_mean)
     np.testing.assert_array_equal(state.model.observation_std, model.observation_std)
