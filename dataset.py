@@ -34,7 +34,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array, Bool, Float, Int, Int64, Key
 
 import runs
-from envs import Task, UniTask, replicate, rollout
+from envs import Task, replicate, rollout
 from me_ls import MLP, Repertoire, cvt, nearest, spread
 from runs import UserError
 
@@ -69,7 +69,7 @@ class DatasetConfig:
             raise UserError(f"unknown dtype {self.dtype!r}; there are {', '.join(DTYPES)}.")
 
     def zone_count(self, task: Task) -> int:
-        return self.zones or (50 if isinstance(task, UniTask) else 100)
+        return self.zones or task.zones
 
 
 # --- zones ----------------------------------------------------------------------------------------

@@ -149,21 +149,18 @@ def main() -> None:
             numbers = measure_build(options.directory, options.trajectories, options.length)
         else:
             numbers = measure_reader(options.directory)
-        print(json.dumps(numbers))
+        options.json.write_text(json.dumps(numbers))
         return
     with tempfile.TemporaryDirectory() as temporary:
         numbers = {}
         directory = options.directory or Path(temporary) / "dataset"
         for part in ("build", "reader"):
-            command = [sys.executable, __file__, "--part", part, "--directory", str(directory)]
-            command += [
-                "--trajectories",
-                str(options.trajectories),
-                "--length",
-                str(options.length),
-            ]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            numbers |= json.loads(done.stdout.splitlines()[-1])
+            found = Path(temporary) / f"{part}.json"
+            command = [sys.executable, __file__, "--part", part, "--json", str(found)]
+            command += ["--directory", str(directory), "--length", str(options.length)]
+            command += ["--trajectories", str(options.trajectories)]
+            subprocess.run(command, check=True)
+            numbers |= json.loads(found.read_text())
     for name, value in numbers.items():
         print(f"{name:<36}{value:>16,.2f}")
     if options.json:
