@@ -63,9 +63,8 @@ class Task(eqx.Module):
     low: eqx.AbstractVar[tuple[float, ...]]  # bounds of the descriptor space
     high: eqx.AbstractVar[tuple[float, ...]]
     dt: eqx.AbstractVar[float]  # seconds per step
-    worst_reward: eqx.AbstractVar[
-        float
-    ]  # lower bound of a step's reward, the offset of the QD score
+    worst_reward: eqx.AbstractVar[float]  # of one step, at least: the offset of the QD score
+    zones: ClassVar[int] = 100  # of the dataset, and goals of the evaluations, as in the paper
 
     def reset(self, key: Key[Array, ""]) -> State:
         raise NotImplementedError
@@ -84,21 +83,22 @@ class Task(eqx.Module):
 class PointOmni(Task):
     """A point with inertia and drag on the plane, steered by its acceleration, as `ant-omni` is.
 
-    Like the ant it does not see where it is, only how it moves. The start is random: a policy that
-    amplifies its first velocity ends somewhere else every time, one that damps it comes back.
+    Like the ant it does not see where it is, only how it moves, and a constant, so that a policy
+    without biases can start at all. The start is random: a policy that amplifies its first velocity
+    ends somewhere else every time, one that damps it does not.
     """
 
     length: int
     low: tuple[float, ...]
     high: tuple[float, ...]
-    observation_size: int = 2
+    observation_size: int = 3
     action_size: int = 2
     dt: float = 0.1
     worst_reward: float = -(2**0.5)  # −‖a‖₂ with both actions at their limit
 
     def __init__(self, config: TaskConfig):
         self.length = config.length
-        reach = config.reach or 4.0
+        reach = config.reach or 3.0
         self.low, self.high = (-reach, -reach), (reach, reach)
 
     def reset(self, key: Key[Array, ""]) -> State:
@@ -113,7 +113,7 @@ class PointOmni(Task):
 
     def _state(self, position: Array, velocity: Array, reward: Array, time: Array) -> State:
         descriptor = jnp.clip(position, jnp.array(self.low), jnp.array(self.high))
-        return State((position, velocity), velocity, reward, descriptor, time)
+        return State((position, velocity), jnp.append(velocity, 1.0), reward, descriptor, time)
 
 
 # --- brax tasks -----------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 envs.prepare_jax = lambda cache=True: None
 
 hypothesis.settings.register_profile(
-    "project", deadline=None, derandomize=True, max_examples=50, print_blob=False
+    "project", deadline=None, derandomize=True, max_examples=30, print_blob=False
 )
 hypothesis.settings.load_profile("project")
 

@@ -224,7 +224,7 @@ def browse(page: str, folder: Path, *options: str) -> tuple[str, str]:
             "--host-resolver-rules=MAP * ~NOTFOUND",
             f"--user-data-dir={folder / 'profile'}",
             *options,
-            (folder / "page.html").as_uri() + "#time=0.5",
+            (folder / "page.html").as_uri() + "#time=1.5",
         ],
         capture_output=True,
         text=True,
