@@ -28,18 +28,19 @@ CONFIG = ds.DatasetConfig(trajectories=100, zones=6, selection_episodes=4, shard
 
 
 def made_up_repertoire(task: envs.Task = TASK, cells: int = 24, holes: int = 3) -> me_ls.Repertoire:
-    """Random policies with true descriptors of one episode; the last cells are empty."""
+    """Random policies in the left half of the descriptor space; the last cells are empty."""
     keys = jax.random.split(jax.random.key(1), cells)
     policies = me_ls.random_policies(task, (8,), keys)
     policies = jax.tree.map(lambda x: 2 * x, policies)
     episodes = envs.rollout(task, policies, keys[:, None])
+    descriptor = episodes.descriptor[:, 0].at[:, 0].min(0.0)
     occupied = jnp.arange(cells) < cells - holes
     return me_ls.Repertoire(
         policies,
         jnp.where(occupied, episodes.fitness[:, 0], -jnp.inf),
-        episodes.descriptor[:, 0],
+        descriptor,
         jnp.zeros(cells),
-        episodes.descriptor[:, 0],
+        descriptor,
     )
 
 
@@ -483,7 +484,7 @@ def test_a_row_is_read_from_its_shard(built):
     )
     np.testing.assert_array_equal(built.read("actions", view), whole[view])
     batch = built.batch(view)
-    assert batch.observations.shape == (7, 10, 2) and batch.path is None
+    assert batch.observations.shape == (7, 10, TASK.observation_size) and batch.path is None
     np.testing.assert_array_equal(batch.descriptor, built.descriptor[view])
 
 
@@ -598,9 +599,10 @@ def test_a_dataset_goes_to_minari_and_comes_back(tmp_path, monkeypatch, changes)
     dataset = build(tmp_path / "dataset", dataclasses.replace(CONFIG, **changes))
     ds.export_minari(dataset, "qdt/point-omni-v0")
     episode = minari.load_dataset("qdt/point-omni-v0")[57]
-    assert episode.observations.shape == (11, 2) and episode.truncations.tolist() == [False] * 9 + [
-        True
-    ]
+    assert episode.observations.shape == (
+        11,
+        TASK.observation_size,
+    ) and episode.truncations.tolist() == [False] * 9 + [True]
     np.testing.assert_allclose(episode.rewards.sum(), dataset.fitness[57], rtol=1e-2)
     with pytest.raises(runs.UserError, match="cannot create"):
         ds.export_minari(dataset, "qdt/point-omni-v0")
