@@ -42,7 +42,7 @@ class Prune(StrEnum):
     density_30 = "density-30"
     density_10 = "density-10"
     tiles = "tiles"
-    upper = "upper"
+    upper_part = "upper"
 
 
 class Experiment(StrEnum):

@@ -72,6 +72,14 @@ class Task(eqx.Module):
     def step(self, state: State, action: Float[Array, " action"]) -> State:
         raise NotImplementedError
 
+    def pose(self, state: State) -> tuple[Float[Array, "bodies 3"], Float[Array, "bodies 4"]]:
+        """Where the bodies are and how they are turned (quaternions), for the eye."""
+        raise NotImplementedError
+
+    def touching(self, state: State) -> Bool[Array, " feet"]:
+        """Which feet touch the ground, where feet matter."""
+        return jnp.zeros(0, bool)
+
     @property
     def descriptor_size(self) -> int:
         return len(self.low)
@@ -110,6 +118,10 @@ class PointOmni(Task):
         velocity = velocity + self.dt * (action - velocity)
         position = position + self.dt * velocity
         return self._state(position, velocity, -norm(action), state.time + 1)
+
+    def pose(self, state: State) -> tuple[Float[Array, "bodies 3"], Float[Array, "bodies 4"]]:
+        position, _ = state.physics
+        return jnp.append(position, 0.1)[None], jnp.array([[1.0, 0.0, 0.0, 0.0]])
 
     def _state(self, position: Array, velocity: Array, reward: Array, time: Array) -> State:
         descriptor = jnp.clip(position, jnp.array(self.low), jnp.array(self.high))
@@ -172,6 +184,10 @@ class BraxTask(Task):
         descriptor = self.describe(now, state.descriptor, time)
         return State(after, after.obs, self.reward(before, now, action), descriptor, time)
 
+    def pose(self, state: State) -> tuple[Float[Array, "bodies 3"], Float[Array, "bodies 4"]]:
+        x = state.physics.pipeline_state.x
+        return x.pos, x.rot
+
 
 class OmniTask(BraxTask):
     """Go anywhere with little effort (equation 2): the descriptor is where the torso ends."""
@@ -218,6 +234,9 @@ class UniTask(BraxTask):
 
     def feet_on_ground(self, physics: Any) -> Bool[Array, " feet"]:
         return _contact_sensor(self.env, self.feet)(physics.x)
+
+    def touching(self, state: State) -> Bool[Array, " feet"]:
+        return self.feet_on_ground(state.physics.pipeline_state)
 
 
 @functools.cache
@@ -288,7 +307,7 @@ def _brax_environment(robot: str, backend: str, lanes: bool) -> Any:
     with _quiet():
         import brax.envs
 
-        env = brax.envs.get_environment(robot, backend=backend)
+        env: Any = brax.envs.get_environment(robot, backend=backend)
     if lanes and backend == "spring" and jax.default_backend() == "cpu":
         env.pipeline_step = spring_step(env)
     return env
@@ -459,7 +478,8 @@ def rollout(
     chunk = default_chunk() if chunk is None else chunk
     if chunk < 1:
         raise UserError(f"a chunk must hold at least one episode, not {chunk}.")
-    deal = Deal.of(*keys.shape, chunk)
+    policies, episodes = keys.shape
+    deal = Deal.of(policies, episodes, chunk)
     rows = _deal_out(deal, members, keys)
     played = [_play_row(task, *row, policy, record, disturbance) for row in rows]
     return _collect(deal, played)

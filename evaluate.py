@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from envs import Episodes, Task, rollout
+from envs import Episodes, Policy, Task, rollout
 from me_ls import (
     RULES,
     Repertoire,
@@ -246,3 +246,32 @@ def calibrate(
         measure(goals, play(targets, keys)),
         count * trials * (generations * population + 4),
     )
+
+
+# --- filming ----------------------------------------------------------------------------------------
+
+
+class Film(NamedTuple):
+    """What a viewer needs of one episode, a row per step."""
+
+    position: Float[Array, "time bodies 3"]
+    rotation: Float[Array, "time bodies 4"]
+    path: Float[Array, "time d"]
+    contact: Bool[Array, "time feet"]
+
+
+@eqx.filter_jit
+def film(task: Task, policy: Policy, keys: Key[Array, " episodes"]) -> Film:
+    """Plays episodes with one policy and records where every body is."""
+
+    def one(key: Key[Array, ""]) -> Film:
+        def step(carry: tuple, _: None) -> tuple[tuple, Film]:
+            state, memory = carry
+            action, memory = policy.act(memory, state)
+            state = task.step(state, jnp.clip(action, -1.0, 1.0))
+            return (state, memory), Film(*task.pose(state), state.descriptor, task.touching(state))
+
+        start = task.reset(key)
+        return jax.lax.scan(step, (start, policy.start()), length=task.length)[1]
+
+    return jax.vmap(one)(keys)

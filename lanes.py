@@ -24,7 +24,9 @@ import jax
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
+from jax.core import ShapedArray, Tracer
 from jax.extend.core import ClosedJaxpr, Literal, Primitive
+from jax.interpreters import batching, mlir
 
 Number = (
     Any  # of one place in an array: a vector over the batch (traced), or a NumPy scalar (known)
@@ -74,27 +76,64 @@ def in_lanes(function: Callable) -> Callable:
         def whole(x: Any, is_batched: bool) -> Any:
             return x if is_batched else jnp.broadcast_to(x, (size, *jnp.shape(x)))
 
-        result = run(*jax.tree.map(whole, arguments, tuple(batched)))
-        return result, jax.tree.map(lambda _: True, result)
-
-    @jax.jit  # so that a second use of the same batch size is not walked again
-    def run(*arguments: Any) -> Any:
-        leaves, structure = jax.tree.flatten(arguments)
-        single = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in leaves]
-        jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(
-            *jax.tree.unflatten(structure, single)
-        )
-        walk = _Walk((len(leaves[0]),))
-        inputs = [_numbers(x.shape[1:], lambda i, x=x: x[(slice(None), *i)]) for x in leaves]
-        outputs = [
-            jnp.stack([walk.vector(n, s.dtype) for n in numbers.reshape(-1)], axis=1).reshape(
-                -1, *s.shape
-            )
-            for numbers, s in zip(walk.all(jaxpr, inputs), jax.tree.leaves(shapes), strict=True)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+        leaves, structure = jax.tree.flatten(jax.tree.map(whole, arguments, tuple(batched)))
+        result = lanes_p.bind(*leaves, function=function, structure=structure)
+        out = jax.tree.structure(_shapes(function, structure, _single(leaves)))
+        return jax.tree.unflatten(out, result), jax.tree.unflatten(out, [True] * len(result))
 
     return one
+
+
+# The batched function is a primitive of its own, so that a further `vmap` makes its one batch axis
+# longer instead of adding a second one, and so that the walk happens once, when all is known.
+lanes_p = Primitive("lanes")
+lanes_p.multiple_results = True
+
+
+def _single(leaves: Iterable[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in leaves)
+
+
+@functools.cache
+def _shapes(function: Callable, structure: Any, single: tuple[jax.ShapeDtypeStruct, ...]) -> Any:
+    return jax.eval_shape(function, *jax.tree.unflatten(structure, single))
+
+
+@lanes_p.def_abstract_eval
+def _abstract(*leaves: Any, function: Callable, structure: Any) -> list[ShapedArray]:
+    shapes = jax.tree.leaves(_shapes(function, structure, _single(leaves)))
+    return [ShapedArray((leaves[0].shape[0], *s.shape), s.dtype) for s in shapes]
+
+
+def _merge(arguments: Any, axes: Any, *, function: Callable, structure: Any) -> tuple[list, list]:
+    """`vmap` of what is already batched: both batch axes become one, and two again afterwards."""
+    new = next(x.shape[a] for x, a in zip(arguments, axes, strict=True) if a is not None)
+
+    def flat(x: Any, axis: int | None) -> Any:
+        x = jnp.broadcast_to(x, (new, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+        return x.reshape(-1, *x.shape[2:])
+
+    leaves = [flat(x, a) for x, a in zip(arguments, axes, strict=True)]
+    result = lanes_p.bind(*leaves, function=function, structure=structure)
+    return [x.reshape(new, -1, *x.shape[1:]) for x in result], [0] * len(result)
+
+
+def _run(*leaves: jax.Array, function: Callable, structure: Any) -> list[jax.Array]:
+    single = jax.tree.unflatten(structure, _single(leaves))
+    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*single)
+    walk = _Walk((len(leaves[0]),))
+    inputs = [_numbers(x.shape[1:], lambda i, x=x: x[(slice(None), *i)]) for x in leaves]
+
+    def stack(numbers: Numbers, shape: jax.ShapeDtypeStruct) -> jax.Array:
+        vectors = [walk.vector(n, shape.dtype) for n in numbers.reshape(-1)]
+        return jnp.stack(vectors, axis=1).reshape(-1, *shape.shape)
+
+    return list(map(stack, walk.all(jaxpr, inputs), jax.tree.leaves(shapes)))
+
+
+batching.primitive_batchers[lanes_p] = _merge
+lanes_p.def_impl(_run)
+mlir.register_lowering(lanes_p, mlir.lower_fun(_run, multiple_results=True))
 
 
 def _numbers(shape: tuple[int, ...], value: Callable[[tuple[int, ...]], Number]) -> Numbers:
@@ -110,7 +149,7 @@ def _constant(array: Any) -> Numbers:
 
 
 def _is_known(number: Number) -> bool:
-    return not isinstance(number, jax.core.Tracer)
+    return not isinstance(number, Tracer)
 
 
 class _Walk:
@@ -130,7 +169,7 @@ class _Walk:
 
         def read(variable: Any) -> Numbers:
             if isinstance(variable, Literal):
-                return _constant(np.asarray(variable.val, variable.aval.dtype))
+                return _constant(np.asarray(variable.val, variable.val.dtype))
             return values[variable]
 
         for equation in jaxpr.eqns:

@@ -25,11 +25,12 @@ import me_ls
 import pgame_ls
 import plots
 import training
+import viewer
 from dataset import DatasetConfig
 from envs import Task, TaskConfig, make_task, replicate
 from me_ls import Repertoire, SearchConfig
 from pgame_ls import PGAMEConfig
-from qdt import QDT, QDTConfig
+from qdt import QDT, QDTConfig, Trajectory, initial_state, train_step
 from runs import (
     Stage,
     UserError,
@@ -40,6 +41,7 @@ from runs import (
     read_json,
     save_tree,
     write_json,
+    write_safely,
 )
 
 # --- presets ----------------------------------------------------------------------------------------
@@ -148,7 +150,7 @@ def search_config(plan: Plan, algo: str) -> SearchConfig:
     """The fields that the algorithm reads."""
     kind = PGAMEConfig if algo.startswith("pgame") else SearchConfig
     fields = {f.name: getattr(plan.search, f.name) for f in dataclasses.fields(kind)}
-    return kind(**fields | {"algo": algo})
+    return make_config(kind, fields | {"algo": algo})
 
 
 def open_run(directory: Path) -> Lineage:
@@ -426,3 +428,226 @@ def summary(experiment: str, result: dict[str, Any]) -> list[str]:
         cost = result["episodes"]
         return [f"distance {before:.4g}, calibrated {after:.4g}, found in {cost:,} episodes"]
     return [f"spread of three policies: {', '.join(f'{float(s):.4g}' for s in result['spread'])}"]
+
+
+# --- behaviour on demand ----------------------------------------------------------------------------
+
+
+def parse_target(text: str, task: Task) -> jax.Array:
+    try:
+        target = [float(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        raise UserError(f"a target is numbers such as 0.4 0.7, not {text!r}.") from None
+    if len(target) != task.descriptor_size:
+        raise UserError(
+            f"a target of this task has {task.descriptor_size} numbers, not {len(target)}."
+        )
+    for number, low, high in zip(target, task.low, task.high, strict=True):
+        if not low <= number <= high:
+            raise UserError(
+                f"{number:g} lies outside the space, which goes from {low:g} to {high:g}."
+            )
+    return jnp.array(target)
+
+
+def do_act(directory: Path, text: str, episodes: int, seed: int, page: Path | None) -> None:
+    """Plays a few episodes towards a target and prints what was reached."""
+    lineage = open_run(directory)
+    task, model = lineage.task, load_model(lineage)
+    target = parse_target(text, task)
+    if episodes < 1:
+        raise UserError(f"at least one episode has to be played, not {episodes}.")
+    keys = jax.random.split(jax.random.key(seed), (1, episodes))
+    played = training.play(task, model, target[None], keys)
+    result = evaluate.measure(target[None], played)
+    for i, (reached, fitness) in enumerate(
+        zip(played.descriptor[0], played.fitness[0], strict=True)
+    ):
+        place = " ".join(f"{x:.3f}" for x in reached)
+        far = float(jnp.linalg.norm(reached - target))
+        print(f"start {i + 1}: reached {place}, distance {far:.3f}, fitness {float(fitness):.1f}")
+    print(f"mean distance {float(result.distance[0]):.3f}, spread {float(result.spread[0]):.3f}")
+    if page is not None:
+        write_page(page, lineage, training.Conditioned(model, target), target, keys[0])
+        print(f"{page} plays the episodes.")
+
+
+def write_page(
+    path: Path, lineage: Lineage, policy: training.Conditioned, target: jax.Array, keys: jax.Array
+) -> None:
+    task, name = lineage.task, lineage.plan.task.task
+    film = jax.tree.map(np.asarray, evaluate.film(task, policy, keys))
+    playbacks = [
+        viewer.Playback(position, rotation, path, contact if contact.shape[1] else None)
+        for position, rotation, path, contact in zip(*film, strict=True)
+    ]
+    if isinstance(task, BraxTask):
+        feet = task.feet if isinstance(task, UniTask) else ()
+        scene = viewer.scene_from_brax(task.env.sys, feet)
+    else:
+        scene = viewer.point_scene(0.02 * (task.high[0] - task.low[0]))
+    kind = "uni" if isinstance(task, UniTask) else "omni"
+    text = viewer.page(
+        f"{name}: behaviour on demand",
+        scene,
+        playbacks,
+        np.asarray(target),
+        (task.low, task.high),
+        kind,
+        task.dt,
+    )
+    with write_safely(path) as file:
+        file.write(text.encode())
+
+
+# --- the whole --------------------------------------------------------------------------------------
+
+
+def run_all(plan: Plan, seed: int, out: Path) -> None:
+    """Search with ME and ME-LS, dataset, QDT, experiments, report; continues where it was."""
+    from report import accuracies, gather, reachable_goals, write_report
+
+    began = time.monotonic()
+    times: list[tuple[str, float]] = []
+
+    def stage(number: int, name: str, why: str) -> None:
+        now = time.monotonic()
+        if times:
+            times[-1] = (times[-1][0], now - times[-1][1])
+        times.append((name, now))
+        tell(f"\n[{number}/6] {name}: {why}")
+
+    baseline, ours = out / "me", out / "me-ls"
+    stage(1, "MAP-Elites", "the baseline; it keeps whatever was lucky in its only episode.")
+    do_search(baseline, plan, "me", seed)
+    stage(2, "MAP-Elites Low-Spread", "keeps a policy only if it is fitter and steadier.")
+    do_search(ours, plan, "me-ls", seed)
+    stage(3, "Dataset", "the steadiest policy of each zone shows its behaviour many times.")
+    do_dataset(ours, [f"dataset.{n}={v}" for n, v in _changes(plan.dataset)], naive=False)
+    stage(4, "Quality-Diversity Transformer", "one policy learns to reach any of them on demand.")
+    do_train(ours, [f"train.{n}={v}" for n, v in _changes(plan.train)], naive=False, prune="")
+    stage(
+        5, "Experiments", "every goal is asked for, ten episodes each; policies are played again."
+    )
+    for directory in (baseline, ours):
+        for experiment in ("reassess", "accuracy", "reproducibility"):
+            do_evaluate(experiment, directory)
+    do_evaluate("calibrate", ours)
+    stage(6, "Report", "tables and figures beside the paper's.")
+    page = write_report([baseline, ours], out / "report")
+    times[-1] = (times[-1][0], time.monotonic() - times[-1][1])
+
+    (runs,) = gather([baseline, ours]).values()
+    mask = reachable_goals(runs)
+    tell(f"\n{'method':<24}{'distance':>10}{'reachable goals':>18}{'spread':>10}")
+    for method, (result, *_) in accuracies(runs).items():
+        inside = np.nanmean(np.array(result["distance"])[mask])
+        distance, spread = result["mean_distance"], result["mean_spread"]
+        tell(f"{method:<24}{distance:>10.4f}{inside:>18.4f}{spread:>10.4f}")
+    spent = ", ".join(f"{name} {time_text(seconds)}" for name, seconds in times)
+    middle = " ".join(f"{(a + b) / 2:g}" for a, b in zip(*bounds_of(plan), strict=True))
+    tell(f"\n{time_text(time.monotonic() - began)} in all: {spent}.")
+    tell(f"The report is {page}. Next, ask for a behaviour and look at it:")
+    tell(f"  qdt act {ours} --target {middle} --html behaviour.html")
+
+
+def bounds_of(plan: Plan) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    task = make_task(plan.task)
+    return task.low, task.high
+
+
+def _changes(config: Any) -> list[tuple[str, str]]:
+    """A config as the values that `--set` takes."""
+    values = dataclasses.asdict(config)
+    return [
+        (n, ",".join(map(str, v)) if isinstance(v, tuple) else str(v)) for n, v in values.items()
+    ]
+
+
+# --- the plan ---------------------------------------------------------------------------------------
+
+
+def print_plan(plan: Plan) -> None:
+    """What `run` would do, and how long it would take here by a short measurement."""
+    task, config = make_task(plan.task), plan.search
+    print(f"{plan.preset} on {plan.task.task}")
+    for name in ("task", "search", "dataset", "train"):
+        print(f"\n{name}")
+        for field, value in _changes(getattr(plan, name)):
+            print(f"  {field:<24}{value}")
+    speed = measure_steps_per_second(plan)
+    print(f"\nThis machine: {speed:,.0f} environment steps per second.\n")
+    total = 0.0
+    for algo in ("me", "me-ls"):
+        chosen = search_config(plan, algo)
+        iterations = chosen.iterations(task)
+        episodes = iterations * chosen.batch * chosen.episodes_played
+        seconds = episodes * task.length / speed
+        total += seconds
+        print(
+            f"{algo:<8}{iterations:>12,} iterations {episodes:>14,} episodes "
+            f"{episodes * task.length:>18,} steps {time_text(seconds):>12}"
+        )
+    policy = eqx.filter_eval_shape(lambda: _empty(task, config)).policies
+    size = sum(x.size for x in jax.tree.leaves(policy)) // config.cells
+    print(
+        f"        a policy has {size:,} weights; the repertoire takes "
+        f"{_size_text(4 * size * config.cells)}, a batch {_size_text(4 * size * config.batch)}"
+    )
+    steps = plan.dataset.trajectories * task.length
+    total += steps / speed
+    print(
+        f"dataset {plan.dataset.trajectories:>12,} trajectories {steps:>12,} steps, "
+        f"{_size_text(datasets.bytes_on_disk(task, plan.dataset))} on disk "
+        f"{time_text(steps / speed):>12}"
+    )
+    model = eqx.filter_eval_shape(training.make_model, task, plan.train, key=jax.random.key(0))
+    parameters = sum(x.size for x in jax.tree.leaves(model))
+    rate = measure_trajectories_per_second(plan)
+    seen = plan.train.epochs * plan.dataset.trajectories
+    total += seen / rate
+    print(
+        f"qdt     {parameters:>12,} parameters {plan.train.epochs} epochs, {seen:,} trajectories at "
+        f"{rate:,.1f} per second {time_text(seen / rate):>12}"
+    )
+    print(f"\nAbout {time_text(total)} in all, without experiments and compilation.")
+
+
+def _size_text(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    raise AssertionError
+
+
+def measure_steps_per_second(plan: Plan) -> float:
+    """One row of the engine with short episodes, twice; the second time counts."""
+    task = make_task(replace(plan.task, length=min(plan.task.length, 25)))
+    episodes = plan.search.episodes
+    count = max(1, 64 // episodes) * jax.device_count()
+    keys = jax.random.split(jax.random.key(0), count)
+    policies = replicate(me_ls.random_policies(task, plan.search.hidden, keys))
+    starts = jax.random.split(keys[0], (count, episodes))
+    return starts.size * task.length / _second_time(lambda: rollout(task, policies, starts))
+
+
+def measure_trajectories_per_second(plan: Plan) -> float:
+    """One small step of training, twice; the second time counts."""
+    task, config = make_task(plan.task), plan.train
+    batch = jax.device_count() * config.micro_batch
+    zeros = Trajectory(
+        jnp.zeros((batch, task.descriptor_size)),
+        jnp.zeros((batch, task.length, task.observation_size)),
+        jnp.zeros((batch, task.length, task.action_size)),
+        jnp.zeros((batch, task.length, task.descriptor_size)),
+    )
+    state = replicate(initial_state(training.make_model(task, config, key=jax.random.key(0))))
+    return batch / _second_time(lambda: train_step(state, zeros, jax.random.key(0), 0.0))
+
+
+def _second_time(work: Callable[[], Any]) -> float:
+    jax.block_until_ready(work())
+    began = time.monotonic()
+    jax.block_until_ready(work())
+    return time.monotonic() - began

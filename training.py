@@ -133,7 +133,8 @@ def as_trajectory(batch: Batch) -> Trajectory:
     achieved = None
     if batch.path is not None:
         achieved = np.concatenate([np.zeros_like(batch.path[:, :1]), batch.path[:, :-1]], axis=1)
-    return Trajectory(batch.descriptor, batch.observations, batch.actions, achieved)
+    arrays = (batch.descriptor, batch.observations, batch.actions, achieved)
+    return Trajectory(*(x if x is None else jnp.asarray(x) for x in arrays))
 
 
 class Best(eqx.Module):
