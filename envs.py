@@ -258,7 +258,7 @@ class AntOmni(OmniTask):
 
 
 class HalfcheetahUni(UniTask):
-    robot, feet, slowest = "halfcheetah", (3, 6), 7.0  # bfoot, ffoot
+    robot, feet, slowest, lanes = "halfcheetah", (3, 6), 7.0, True  # bfoot, ffoot
 
 
 class AntUni(UniTask):
@@ -449,7 +449,7 @@ def replicate(tree: PyTree) -> PyTree:
 
 def default_chunk() -> int:
     """Episodes at a time on a device: what fits in a CPU core's cache, or all of them elsewhere."""
-    return 64 if jax.default_backend() == "cpu" else 1 << 30
+    return 128 if jax.default_backend() == "cpu" else 1 << 30
 
 
 def identity(member: Any) -> Any:

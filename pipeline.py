@@ -475,15 +475,17 @@ def do_act(directory: Path, text: str, episodes: int, seed: int, page: Path | No
 def write_page(
     path: Path, lineage: Lineage, policy: training.Conditioned, target: jax.Array, keys: jax.Array
 ) -> None:
-    task, name = lineage.task, lineage.plan.task.task
+    task: Any = lineage.task
+    name = lineage.plan.task.task
     film = jax.tree.map(np.asarray, evaluate.film(task, policy, keys))
     playbacks = [
         viewer.Playback(position, rotation, path, contact if contact.shape[1] else None)
         for position, rotation, path, contact in zip(*film, strict=True)
     ]
-    if isinstance(task, BraxTask):
-        feet = task.feet if isinstance(task, UniTask) else ()
-        scene = viewer.scene_from_brax(task.env.sys, feet)
+    if isinstance(task, UniTask):
+        scene = viewer.scene_from_brax(task.env.sys, task.feet)
+    elif isinstance(task, BraxTask):
+        scene = viewer.scene_from_brax(task.env.sys)
     else:
         scene = viewer.point_scene(0.02 * (task.high[0] - task.low[0]))
     kind = "uni" if isinstance(task, UniTask) else "omni"

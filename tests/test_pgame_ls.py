@@ -194,33 +194,35 @@ def test_bootstrapping_goes_through_the_time_limit():
     episodes = envs.rollout(task, policies, keys, record="transitions")
     replay = pgame_ls.remember(episodes, state.replay)
     td3, _ = pgame_ls.train(config, state.td3, replay, key=jax.random.key(3))
-    last = episodes.observations[:, :, -2].reshape(-1, 2), episodes.actions[:, :, -1].reshape(-1, 2)
-    np.testing.assert_allclose(jax.vmap(td3.critics[0])(*last), 5, atol=0.3)
+    worth = jax.vmap(jax.vmap(td3.critics[0]))
+    last = worth(episodes.observations[:, :, -2], episodes.actions[:, :, -1])
+    np.testing.assert_allclose(last, 5, atol=0.3)
 
 
 # --- the replay buffer ----------------------------------------------------------------------------
 
 
-def numbered_episodes(first: int, policies: int, episodes: int, length: int = 3) -> Episodes:
+SHORT = PointOmni(TaskConfig("point-omni", length=3))
+
+
+def numbered_episodes(first: int, policies: int, episodes: int) -> Episodes:
     """Episode n (in the order of writing) has n in every reward, and n + time/100 as observation."""
     n = first + np.arange(episodes)[None] * policies + np.arange(policies)[:, None]
-    over_time = n[..., None] + np.arange(length + 1) / 100
-    observations = jnp.array(over_time[..., None].repeat(2, axis=-1), jnp.float32)
-    rewards = jnp.array(n[..., None].repeat(length, axis=-1), jnp.float32)
-    nothing = jnp.zeros((policies, episodes))
+    over_time = n[..., None] + np.arange(SHORT.length + 1) / 100
+    seen = over_time[..., None].repeat(SHORT.observation_size, axis=-1)
+    rewards = n[..., None].repeat(SHORT.length, axis=-1)
     return Episodes(
-        nothing,
-        jnp.zeros((policies, episodes, 2)),
-        jnp.zeros((policies, episodes), bool),
-        jnp.zeros((policies, episodes, length, 2)),
-        observations,
-        jnp.zeros((policies, episodes, length, 2)),
-        rewards,
+        fitness=jnp.zeros(n.shape),
+        descriptor=jnp.zeros((*n.shape, 2)),
+        diverged=jnp.zeros(n.shape, bool),
+        observations=jnp.array(seen, jnp.float32),
+        actions=jnp.zeros((*n.shape, SHORT.length, SHORT.action_size)),
+        rewards=jnp.array(rewards, jnp.float32),
     )
 
 
 def small_replay(episodes: int) -> pgame_ls.Replay:
-    return pgame_ls.empty_replay(PointOmni(TaskConfig("point-omni", length=3)), 3 * episodes)
+    return pgame_ls.empty_replay(SHORT, SHORT.length * episodes)
 
 
 def inside(replay: pgame_ls.Replay) -> set[float]:
