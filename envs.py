@@ -500,7 +500,9 @@ class Deal(eqx.Module):
         together = min(episodes, chunk)
         groups_per_member = -(-episodes // together)
         groups = policies * groups_per_member
-        per_row = max(1, min(chunk // together, groups)) * devices().size
+        # With few groups a chunk is smaller than it could be, so that no device has nothing to do.
+        per_chunk = min(chunk // together, -(-groups // devices().size))
+        per_row = max(1, per_chunk) * devices().size
         return Deal(policies, episodes, together, groups_per_member, per_row, -(-groups // per_row))
 
     @property

@@ -10,6 +10,8 @@ Reads in this order: presets, the plan, run directories, the stages, experiments
 """
 
 import dataclasses
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +29,7 @@ import plots
 import training
 import viewer
 from dataset import DatasetConfig
-from envs import Task, TaskConfig, make_task, replicate
+from envs import BraxTask, Task, TaskConfig, UniTask, make_task, replicate, rollout
 from me_ls import Repertoire, SearchConfig
 from pgame_ls import PGAMEConfig
 from qdt import QDT, QDTConfig, Trajectory, initial_state, train_step
@@ -40,6 +42,7 @@ from runs import (
     make_config,
     read_json,
     save_tree,
+    time_text,
     write_json,
     write_safely,
 )

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, PyTree, UInt32
 
 from envs import devices
+from runs import UserError
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ def causal_attention(
 
 class Linear(eqx.Module):
     weight: Float[Array, "in out"]
-    bias: Float[Array, "out"]
+    bias: Float[Array, " out"]
 
     def __init__(self, size_in: int, size_out: int, *, scale: float = 0.02, key: PRNGKeyArray):
         self.weight = scale * jax.random.normal(key, (size_in, size_out))
@@ -171,8 +172,8 @@ class Linear(eqx.Module):
 
 
 class LayerNorm(eqx.Module):
-    weight: Float[Array, "width"]
-    bias: Float[Array, "width"]
+    weight: Float[Array, " width"]
+    bias: Float[Array, " width"]
 
     def __init__(self, width: int):
         self.weight, self.bias = jnp.ones(width), jnp.zeros(width)
@@ -264,8 +265,8 @@ class QDT(eqx.Module):
     norm: LayerNorm
     head: Linear
     # Of the training set; not trained. Raw observations have 0 and 1 here.
-    observation_mean: Float[Array, "observation"]
-    observation_std: Float[Array, "observation"]
+    observation_mean: Float[Array, " observation"]
+    observation_std: Float[Array, " observation"]
     config: QDTConfig = eqx.field(static=True)
 
     def __init__(
@@ -279,7 +280,7 @@ class QDT(eqx.Module):
         key: PRNGKeyArray,
     ):
         if config.width % config.heads:
-            raise ValueError(
+            raise UserError(
                 f"The QDT's width ({config.width}) must be a multiple of its number of heads "
                 f"({config.heads})."
             )
@@ -299,7 +300,7 @@ class QDT(eqx.Module):
 
     def __call__(
         self,
-        descriptor: Float[Array, "descriptor"],
+        descriptor: Float[Array, " descriptor"],
         observations: Float[Array, "time observation"],
         actions: Float[Array, "time action"],
         achieved: Float[Array, "time descriptor"] | None = None,
@@ -341,14 +342,14 @@ class QDT(eqx.Module):
 
     def goal(
         self,
-        descriptor: Float[Array, "descriptor"],
+        descriptor: Float[Array, " descriptor"],
         achieved: Float[Array, "*time descriptor"] | None,
     ) -> Float[Array, "*tokens descriptor"]:
         """What the BD tokens show."""
         if self.config.conditioning != "to-go":
             return descriptor
         if achieved is None:
-            raise ValueError('Conditioning "to-go" needs the descriptor achieved so far.')
+            raise UserError('Conditioning "to-go" needs the descriptor achieved so far.')
         return descriptor - achieved
 
     def normalise(self, observation: Float[Array, "*time o"]) -> Float[Array, "*time o"]:
@@ -372,7 +373,7 @@ class Cache(eqx.Module):
 
     keys: Float[Array, "layer head d token"]
     values: Float[Array, "layer head d token"]
-    action: Float[Array, "action"]  # the last one taken
+    action: Float[Array, " action"]  # the last one taken
     step: Int[Array, ""]
 
 
@@ -391,10 +392,10 @@ def initial_cache(model: QDT) -> Cache:
 def act(
     model: QDT,
     cache: Cache,
-    target: Float[Array, "descriptor"],
-    observation: Float[Array, "observation"],
-    achieved: Float[Array, "descriptor"] | None = None,
-) -> tuple[Float[Array, "action"], Cache]:
+    target: Float[Array, " descriptor"],
+    observation: Float[Array, " observation"],
+    achieved: Float[Array, " descriptor"] | None = None,
+) -> tuple[Float[Array, " action"], Cache]:
     """The next action of an episode, at the cost of its new tokens: the evaluation of algorithm 5.
 
     Feeds the tokens since the last call, (A_{t-1}, BD, O_t), and reads the action from the last. To
@@ -458,7 +459,7 @@ def decayed(model: QDT) -> PyTree[bool]:
 
 
 def loss(
-    model: QDT, batch: Trajectory, keys: Key[Array, "batch"] | None = None
+    model: QDT, batch: Trajectory, keys: Key[Array, " batch"] | None = None
 ) -> Float[Array, ""]:
     """Mean squared error over all steps of all trajectories; dropout is on if there are keys."""
 
@@ -476,7 +477,7 @@ def loss(
 
 
 def loss_and_gradient(
-    model: QDT, batch: Trajectory, keys: Key[Array, "batch"] | None = None
+    model: QDT, batch: Trajectory, keys: Key[Array, " batch"] | None = None
 ) -> tuple[Float[Array, ""], QDT]:
     """`jax.value_and_grad(loss)` of a batch of any size, in the memory of one micro-batch a device.
 
@@ -485,7 +486,7 @@ def loss_and_gradient(
     mesh = devices()
     size, micro_batch = len(batch.actions), model.config.micro_batch
     if size % (mesh.size * micro_batch):
-        raise ValueError(
+        raise UserError(
             f"The batch ({size} trajectories) must be a multiple of the number of devices times "
             f"the micro-batch ({mesh.size} x {micro_batch})."
         )

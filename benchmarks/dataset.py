@@ -66,7 +66,7 @@ def measure_build(directory: Path, trajectories: int, length: int) -> dict[str, 
     play, write = ds.play_shard, ds._write_shard
 
     def timed_play(*arguments):
-        if len(times) % 3 == 0:
+        if len(times) % 2 == 0:
             rates.append(engine_rate())  # in between: what else the machine does is then the same
         times.append([time.monotonic()])
         return play(*arguments)
@@ -78,16 +78,14 @@ def measure_build(directory: Path, trajectories: int, length: int) -> dict[str, 
 
     ds.play_shard, ds._write_shard = timed_play, timed_write
     dataset = ds.build(task, repertoire, config, 0, runs.Stage(directory, {"dataset": config}))
-    first, *others = times  # the first shard compiles
-    engine = float(np.mean(rates))
-    others = others or [first]
-    seconds = sum(end - begin for begin, end, _ in others)
-    steps = sum(rows for *_, rows in others) * length
+    engine = float(np.median(rates))  # medians: a shared machine has hiccups
+    shards = [rows * length / (end - begin) for begin, end, rows in times]
+    rate = float(np.median(shards[1:] or shards))  # the first shard compiles
     stored = sum(path.stat().st_size for path in directory.glob("*.npy"))
     return {
         "engine_steps_per_second": engine,
-        "build_steps_per_second": steps / seconds,
-        "build_of_engine": steps / seconds / engine,
+        "build_steps_per_second": rate,
+        "build_of_engine": rate / engine,
         "build_peak_gib": peak_gib(),
         "trajectories": len(dataset),
         "shards": len(dataset.meta.shards),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import qdt
+from runs import UserError
 
 VARIANTS = ["every-step", "start", "to-go"]
 SIZES = {"descriptor_size": 2, "observation_size": 5, "action_size": 3}
@@ -171,11 +172,11 @@ def test_bfloat16_is_float32_with_less_precision():
 
 
 def test_wrong_settings_are_named():
-    with pytest.raises(ValueError, match="multiple of its number of heads"):
+    with pytest.raises(UserError, match="multiple of its number of heads"):
         make(replace(SMALL, heads=3))
-    with pytest.raises(ValueError, match="needs the descriptor achieved so far"):
+    with pytest.raises(UserError, match="needs the descriptor achieved so far"):
         make(replace(SMALL, conditioning="to-go"))(*inputs(trajectories())[:3])
-    with pytest.raises(ValueError, match="must be a multiple of the number of devices"):
+    with pytest.raises(UserError, match="must be a multiple of the number of devices"):
         qdt.loss_and_gradient(make(replace(SMALL, micro_batch=3)), trajectories(4))
 
 

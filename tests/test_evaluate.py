@@ -1,0 +1,140 @@
+"""The experiments on made-up repertoires whose answers are known by hand."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import evaluate
+import me_ls
+from envs import Episodes, PointOmni, State, TaskConfig
+from runs import UserError
+
+KEY = jax.random.key(0)
+
+
+class Still(PointOmni):
+    """The point starts where the action sends it at once, so that a policy ends where it says."""
+
+    def reset(self, key: jax.Array) -> State:
+        zero = jnp.zeros(2)
+        return self._state(zero, zero, jnp.zeros(()), jnp.zeros((), int))
+
+    def step(self, state: State, action: jax.Array) -> State:
+        return self._state(action, jnp.zeros(2), jnp.array(-1.0), state.time + 1)
+
+
+TASK = Still(TaskConfig("point-omni", length=3, reach=1.0))
+
+
+def constant_policies(places: list[list[float]]) -> me_ls.MLP:
+    """Policies that always go to the same place: no weights, only the last bias."""
+    policies = me_ls.random_policies(TASK, (4,), jax.random.split(KEY, len(places)))
+    policies = jax.tree.map(jnp.zeros_like, policies)
+    return eqx.tree_at(lambda p: p.layers[-1].bias, policies, jnp.arctanh(jnp.array(places)))
+
+
+def repertoire(places: list[list[float]], stored: list[list[float]]) -> me_ls.Repertoire:
+    """One cell around each stored descriptor; its policy really goes to `places`."""
+    n = len(places)
+    return me_ls.Repertoire(
+        constant_policies(places), jnp.zeros(n), jnp.array(stored), jnp.zeros(n), jnp.array(stored)
+    )
+
+
+def test_accuracy_plays_the_policy_stored_nearest_and_measures_where_it_really_goes():
+    tells_the_truth, lies = [0.5, 0.5], [-0.5, -0.5]
+    both = repertoire([tells_the_truth, [0.0, -0.5]], [tells_the_truth, lies])
+    goals = jnp.array([[0.5, 0.5], [-0.5, -0.5]])
+    result = evaluate.accuracy_of_repertoire(TASK, both, goals, episodes=4, key=KEY)
+    np.testing.assert_allclose(result.distance, [0.0, 0.5], atol=1e-5)
+    np.testing.assert_allclose(result.spread, [0.0, 0.0], atol=1e-5)
+    np.testing.assert_allclose(result.fitness, [-3.0, -3.0])
+
+
+def test_an_empty_cell_is_nobodys_nearest_policy():
+    both = repertoire([[0.5, 0.5], [-0.5, -0.5]], [[0.5, 0.5], [-0.5, -0.5]])
+    both = eqx.tree_at(lambda r: r.fitness, both, jnp.array([0.0, -jnp.inf]))
+    assert evaluate.nearest_policy(both, jnp.array([[-0.5, -0.5]])).tolist() == [0]
+
+
+def test_an_empty_repertoire_is_refused():
+    none = eqx.tree_at(
+        lambda r: r.fitness, repertoire([[0.5, 0.5]], [[0.5, 0.5]]), jnp.array([-jnp.inf])
+    )
+    with pytest.raises(UserError, match="empty"):
+        evaluate.accuracy_of_repertoire(TASK, none, jnp.zeros((1, 2)), key=KEY)
+
+
+def test_distance_and_spread_of_four_corners():
+    """Around a goal in the middle of a unit square: distance √½; pairs: four sides, two diagonals."""
+    corners = jnp.array([[[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]])
+    episodes = Episodes(jnp.zeros((1, 4)), corners, jnp.zeros((1, 4), bool))
+    result = evaluate.measure(jnp.array([[0.5, 0.5]]), episodes)
+    np.testing.assert_allclose(result.distance, [0.5**0.5], rtol=1e-6)
+    np.testing.assert_allclose(result.spread, [(4 + 2 * 2**0.5) / 6], rtol=1e-6)
+
+
+def test_a_diverged_episode_is_left_out_of_the_distance_and_counted():
+    ends = jnp.array([[[0.0, 0.0], [jnp.nan, 0.0]]])
+    episodes = Episodes(jnp.array([[1.0, jnp.nan]]), ends, jnp.array([[False, True]]))
+    result = evaluate.measure(jnp.array([[0.0, 3.0]]), episodes)
+    np.testing.assert_allclose(result.distance, [3.0])
+    np.testing.assert_allclose(result.fitness, [1.0])
+    assert result.diverged == 1
+
+
+def test_reassessment_moves_every_policy_to_where_it_really_goes():
+    """Two policies claim different cells and go to the same one: coverage halves."""
+    two = repertoire([[0.5, 0.5], [0.5, 0.4]], [[0.5, 0.5], [-0.5, -0.5]])
+    again = evaluate.reassess(TASK, two, episodes=3, key=KEY)
+    assert again.before["coverage"] == 1.0
+    assert again.after["coverage"] == 0.5
+    assert again.repertoire.occupied.tolist() == [True, False]
+    assert again.spread == pytest.approx(0.0, abs=1e-6)
+
+
+def test_an_empty_cell_does_not_take_part_in_the_reassessment():
+    two = repertoire([[0.5, 0.5], [-0.5, -0.5]], [[0.5, 0.5], [-0.5, -0.5]])
+    two = eqx.tree_at(lambda r: r.fitness, two, jnp.array([0.0, -jnp.inf]))
+    again = evaluate.reassess(TASK, two, episodes=3, key=KEY)
+    assert again.repertoire.occupied.tolist() == [True, False]
+    assert np.isnan(again.descriptor[1]).all()
+
+
+def test_a_goal_is_reachable_if_an_episode_ended_in_its_zone():
+    goals = jnp.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+    ends = jnp.array([[[0.1, 0.0], [0.9, 0.1]], [[jnp.nan, jnp.nan], [0.2, 0.1]]])
+    assert evaluate.reachable(goals, ends).tolist() == [True, True, False]
+
+
+def test_reproducibility_plays_three_policies_thirty_times():
+    places = [[0.0, 0.5], [-0.5, -0.3], [0.5, -0.3], [0.0, 0.0]]
+    played = evaluate.reproducibility(TASK, repertoire(places, places), key=KEY)
+    assert sorted(played.cells.tolist()) == [0, 1, 2]
+    assert played.descriptor.shape == (3, 30, 2)
+    assert played.path.shape == (3, 30, TASK.length, 2)
+    np.testing.assert_allclose(played.spread, 0.0, atol=1e-6)
+
+
+def test_calibration_finds_what_to_ask_a_policy_that_always_misses_by_the_same_amount():
+    offset = jnp.array([0.2, -0.1])
+
+    def play(targets: jax.Array, keys: jax.Array) -> Episodes:
+        ends = jnp.broadcast_to(targets[:, None] + offset, (*keys.shape, 2))
+        noise = 0.01 * jax.vmap(jax.vmap(lambda k: jax.random.normal(k, (2,))))(keys)
+        return Episodes(jnp.zeros(keys.shape), ends + noise, jnp.zeros(keys.shape, bool))
+
+    goals = jnp.array([[0.0, 0.0], [0.4, 0.3], [-0.5, 0.2]])
+    found = evaluate.calibrate(TASK, play, goals, generations=12, key=KEY)
+    assert float(found.before.distance.mean()) == pytest.approx(0.05**0.5, abs=0.02)
+    assert float(found.after.distance.mean()) < 0.5 * float(found.before.distance.mean())
+    assert found.episodes == 3 * 4 * (12 * 6 + 4)
+
+
+def test_goals_are_the_same_in_every_evaluation_and_cover_the_space():
+    first, second = (np.asarray(evaluate.goals(TASK, 20)) for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+    assert (np.abs(first) < 1).all()
+    assert len({(x > 0, y > 0) for x, y in first.tolist()}) == 4

@@ -1,0 +1,231 @@
+"""The pipeline as its user sees it: commands, run directories, resuming, and one sentence for mistakes.
+
+Everything here runs on `point-omni`, through the code paths of every other task.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import cli
+import pipeline
+import runs
+from envs import make_task
+from runs import UserError
+
+ROOT = Path(__file__).parents[1]
+SMALL = [
+    "search.steps=150000",
+    "dataset.trajectories=384",
+    "train.epochs=2",
+    "train.evaluate_every=1",
+    "train.goal_episodes=2",
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small lineage: ME-LS, dataset, QDT."""
+    directory = tmp_path_factory.mktemp("runs") / "me-ls"
+    plan = pipeline.make_plan("tiny", "", SMALL)
+    pipeline.do_search(directory, plan, "me-ls", seed=0)
+    pipeline.do_dataset(directory, SMALL, naive=False)
+    pipeline.do_train(directory, SMALL, naive=False, prune="")
+    return directory
+
+
+def test_the_qdt_follows_its_targets_better_than_chance(run: Path):
+    result = pipeline.do_evaluate("accuracy", run)
+    task = pipeline.open_run(run).task
+    width = task.high[0] - task.low[0]
+    goals = np.array(result["qdt"]["goals"])
+    chance = np.linalg.norm(goals[:, None] - goals[None], axis=-1).mean()
+    assert result["qdt"]["mean_distance"] < 0.6 * chance < width
+    assert result["repertoire"]["mean_distance"] < 0.6 * chance
+
+
+def test_a_report_is_one_page_without_the_network(run: Path, tmp_path: Path):
+    from report import write_report
+
+    pipeline.do_evaluate("reassess", run)
+    page = write_report([run], tmp_path / "report").read_text()
+    assert "http" not in page.replace("http-equiv", "")
+    assert page.count("data:image/png;base64,") >= 4
+    table = (tmp_path / "report" / "accuracy-point-omni.md").read_text()
+    assert "QDT(ME-LS)" in table and "| ME-LS |" in table
+
+
+def test_act_prints_what_was_reached_and_writes_a_page(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    page = tmp_path / "page.html"
+    pipeline.do_act(run, "-1 1", episodes=2, seed=0, page=page)
+    assert capsys.readouterr().out.count("reached") == 2
+    assert "<canvas" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("target", "complaint"),
+    [("9 0", "outside"), ("1", "2 numbers"), ("1 2 3", "2 numbers"), ("a b", "numbers such as")],
+)
+def test_a_target_that_makes_no_sense_gets_one_sentence(run: Path, target: str, complaint: str):
+    with pytest.raises(UserError, match=complaint):
+        pipeline.do_act(run, target, episodes=1, seed=0, page=None)
+
+
+def test_negative_targets_need_no_tricks():
+    assert cli.join_target(["act", "run", "--target", "-3", "4", "--html", "f"]) == [
+        "act", "run", "--target", "-3 4", "--html", "f",
+    ]  # fmt: skip
+
+
+def test_a_finished_stage_is_not_done_again(run: Path):
+    before = (run / "search" / "repertoire.qdt").stat().st_mtime_ns
+    pipeline.do_search(run, pipeline.make_plan("tiny", "", SMALL), "me-ls", seed=0)
+    assert (run / "search" / "repertoire.qdt").stat().st_mtime_ns == before
+
+
+def test_another_config_on_the_same_run_is_refused_with_the_difference(run: Path):
+    plan = pipeline.make_plan("tiny", "", [*SMALL, "search.cells=32"])
+    with pytest.raises(UserError, match=r"search\.cells is 64 there and 32 here"):
+        pipeline.do_search(run, plan, "me-ls", seed=0)
+
+
+def test_a_model_of_another_configuration_is_refused(run: Path, tmp_path: Path):
+    lineage = pipeline.open_run(run)
+    other = tmp_path / "qdt"
+    other.mkdir()
+    stored = json.loads((run / "qdt" / "config.json").read_text())
+    stored["config"]["train"]["width"] = 16
+    (other / "config.json").write_text(json.dumps(stored))
+    (other / "model.qdt").write_bytes((run / "qdt" / "model.qdt").read_bytes())
+    (tmp_path / "search").symlink_to(run / "search")
+    with pytest.raises(UserError, match="another configuration"):
+        pipeline.load_model(lineage._replace(directory=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ("search.cels=3", "not a field"),
+        ("search.cells=many", "whole number"),
+        ("serch.cells=3", "STAGE.FIELD"),
+        ("train.decay=perhaps", "true or false"),
+        ("search.cells=0", "at least 1"),
+        ("search.hidden=64,x", "whole number"),
+    ],
+)
+def test_a_setting_that_makes_no_sense_gets_one_sentence(change: str, complaint: str):
+    with pytest.raises(UserError, match=complaint):
+        pipeline.make_plan("tiny", "", [change])
+
+
+def test_unknown_tasks_and_directories_that_are_no_runs_get_one_sentence(tmp_path: Path):
+    with pytest.raises(UserError, match="unknown task"):
+        pipeline.make_plan("tiny", "cartpole", [])
+    with pytest.raises(UserError, match="not a run directory"):
+        pipeline.open_run(tmp_path)
+
+
+def test_settings_from_the_command_line_reach_the_plan():
+    plan = pipeline.make_plan("paper", "ant-omni", ["search.hidden=32,16", "train.decay=true"])
+    assert plan.search.hidden == (32, 16) and plan.train.decay and plan.task.length == 250
+
+
+def test_the_papers_stages_have_the_shapes_that_the_paper_says():
+    """Traced, not run: 1024 cells, (256, 256) policies, and a QDT for 250 steps."""
+    import equinox as eqx
+
+    import training
+
+    plan = pipeline.make_plan("paper", "halfcheetah-uni", [])
+    task = make_task(plan.task)
+    repertoire = eqx.filter_eval_shape(lambda: pipeline._empty(task, plan.search))
+    assert repertoire.policies.layers[1].weight.shape == (1024, 256, 256)
+    model = eqx.filter_eval_shape(training.make_model, task, plan.train, key=jax.random.key(0))
+    predicted = jax.eval_shape(
+        model,
+        jax.ShapeDtypeStruct((2,), "float32"),
+        jax.ShapeDtypeStruct((250, 17), "float32"),
+        jax.ShapeDtypeStruct((250, 6), "float32"),
+    )
+    assert predicted.shape == (250, 6)
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, str(ROOT / "cli.py"), *arguments]
+
+
+def test_help_answers_at_once_and_mistakes_exit_with_one_sentence(tmp_path: Path):
+    began = time.monotonic()
+    done = subprocess.run(command("--help"), capture_output=True, text=True)
+    assert done.returncode == 0 and "search" in done.stdout
+    assert time.monotonic() - began < 10  # a loaded machine; without JAX it takes a tenth of this
+    done = subprocess.run(command("show", str(tmp_path)), capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("qdt: ") and done.stderr.count("\n") == 1
+
+
+TRAIN_AND_DIE = """
+import os, signal, sys
+from pathlib import Path
+import envs, runs
+envs.prepare_jax()
+import pipeline
+log = runs.Stage.log
+def log_and_die(self, row):
+    log(self, row)
+    if row["iteration"] >= int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+runs.Stage.log = log_and_die
+pipeline.do_train(Path(sys.argv[1]), sys.argv[3:], naive=False, prune="")
+"""
+
+
+def test_a_training_that_is_killed_and_resumed_ends_with_the_very_same_model(
+    run: Path, tmp_path: Path
+):
+    """Compared is a training of the same directory in one go, by processes of the same kind."""
+    settings = [*SMALL, "train.checkpoint_seconds=0.0"]
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+        for stage in ("search", "dataset"):
+            (tmp_path / name / stage).symlink_to(run / stage)
+    for name, iteration in (("whole", 10**9), ("killed", 0), ("killed", 10**9)):
+        done = subprocess.run(
+            [sys.executable, "-c", TRAIN_AND_DIE, str(tmp_path / name), str(iteration), *settings],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+        )
+        assert (done.returncode == 0) == (iteration > 0), done.stderr
+    whole, killed = (tmp_path / name / "qdt" / "model.qdt" for name in ("whole", "killed"))
+    assert whole.read_bytes() == killed.read_bytes()
+
+
+def test_a_dataset_of_another_task_is_refused(run: Path):
+    import dataset
+    import training
+
+    plan = pipeline.make_plan("tiny", "", ["task.length=20"])
+    data = dataset.open_dataset(run / "dataset")
+    with pytest.raises(UserError, match="another task"):
+        training.check_fit(make_task(plan.task), plan.train, data)
+
+
+def test_a_loss_that_is_not_a_number_stops_the_training(run: Path, tmp_path: Path):
+    import dataset
+    import training
+
+    lineage = pipeline.open_run(run)
+    plan = pipeline.change_plan(lineage.plan, [*SMALL, "train.learning_rate=1e30"])
+    data = dataset.open_dataset(run / "dataset")
+    stage = runs.Stage(tmp_path / "qdt", {})
+    with pytest.raises(UserError, match="not a number"):
+        training.train(lineage.task, plan.train, data, None, 0, stage)
