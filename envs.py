@@ -306,7 +306,9 @@ def make_task(config: TaskConfig) -> Task:
 def _brax_environment(robot: str, backend: str, lanes: bool) -> Any:
     with _quiet():
         import brax.envs
+        import mujoco
 
+        mujoco.set_mju_user_warning(lambda text: None)  # or it leaves a MUJOCO_LOG.TXT behind
         env: Any = brax.envs.get_environment(robot, backend=backend)
     if lanes and backend == "spring" and jax.default_backend() == "cpu":
         env.pipeline_step = spring_step(env)
