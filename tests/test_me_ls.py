@@ -247,7 +247,7 @@ def test_with_me_ls_a_replacement_is_fitter_and_steadier(drawn: Drawn) -> None:
     (first, second), _ = insert_in_order("me-ls", drawn, np.arange(2 * BATCH))
     before, after = names_of(first.policies), names_of(second.policies)
     for cell, replaced in enumerate(np.array(before) != np.array(after)):
-        if replaced and first.occupied[cell]:
+        if replaced and first.fitness[cell] > -np.inf:
             assert second.fitness[cell] > first.fitness[cell]
             assert second.spread[cell] < first.spread[cell]
         elif not replaced:
@@ -311,7 +311,7 @@ def test_of_two_that_do_not_dominate_each_other_the_first_stays() -> None:
 
 
 def played(fitness: np.ndarray, descriptor: np.ndarray, diverged: np.ndarray) -> Episodes:
-    return Episodes(jnp.float32(fitness), np.float32(descriptor), jnp.array(diverged))
+    return Episodes(jnp.float32(fitness), jnp.float32(descriptor), jnp.array(diverged))
 
 
 LATTICE = hnp.arrays(np.int8, (2 * BATCH, EPISODES), elements=st.integers(-6, 6))
