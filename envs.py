@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -339,6 +339,7 @@ def norm(x: Float[Array, " n"]) -> Float[Array, ""]:
 # --- one episode ----------------------------------------------------------------------------------
 
 
+@runtime_checkable
 class Policy(Protocol):
     """Whoever acts. `start` makes what it remembers; `act` may look at the whole state."""
 

@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
-from jax.core import ShapedArray, Tracer
+from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Literal, Primitive
 from jax.interpreters import batching, mlir
 
@@ -59,6 +59,12 @@ REDUCTIONS = {
     "reduce_max": lax.max_p,
     "reduce_min": lax.min_p,
 }
+ELEMENTWISE = {
+    *FOLDED, "not", "xor", "sign", "floor", "ceil", "round", "rem", "clamp", "select_n", "is_finite",
+    "exp", "exp2", "expm1", "log", "log1p", "rsqrt", "cbrt", "square", "pow", "integer_pow", "logistic",
+    "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "tanh", "erf",
+    "convert_element_type", "stop_gradient", "nextafter",
+}  # fmt: skip
 # Known operands that give back the other operand, or decide the result; by side, None for neither.
 NEUTRAL = {"mul": (1, 1), "add": (0, 0), "sub": (None, 0), "div": (None, 1)}
 ABSORBING = {"mul": (0, 0), "div": (0, None)}
@@ -149,7 +155,7 @@ def _constant(array: Any) -> Numbers:
 
 
 def _is_known(number: Number) -> bool:
-    return not isinstance(number, Tracer)
+    return not isinstance(number, jax.Array)
 
 
 class _Walk:
@@ -203,6 +209,8 @@ class _Walk:
             axes = params["axes"]
             rows = np.moveaxis(inputs[0], axes, range(-len(axes), 0)).reshape(*shape, -1)
             return [_numbers(shape, lambda i: self.total(REDUCTIONS[name], rows[i]))]
+        if name not in ELEMENTWISE:
+            raise TypeError(f"a function with the operation {name!r} cannot be computed in lanes")
         same = [np.broadcast_to(x, shape) for x in inputs]
         return [
             _numbers(shape, lambda i: self.apply(equation.primitive, params, *(x[i] for x in same)))
@@ -341,6 +349,8 @@ MOVES: dict[str, Callable[..., Numbers]] = {
     "reshape": lambda params, shape, x: x.reshape(shape),
     "transpose": lambda params, shape, x: x.transpose(params["permutation"]),
     "concatenate": lambda params, shape, *xs: np.concatenate(xs, params["dimension"]),
+    "stack": lambda params, shape, *xs: np.stack(xs, params["axis"]),
+    "rev": lambda params, shape, x: np.flip(x, params["dimensions"]),
     "tile": lambda params, shape, x: np.tile(x, params["reps"]),
     "iota": lambda params, shape: _numbers(
         shape, lambda i: params["dtype"].type(i[params["dimension"]])

@@ -13,6 +13,7 @@ Tasks and episodes come from `envs.py`, files from `runs.py`; `pgame_ls.py` buil
 Reads in this order: config, policy, repertoire, the algorithms, insertion, one iteration, the search.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from envs import Episodes, State, Task, replicate, rollout
 from runs import Progress, Stage, Stopped, UserError, finish_iteration_on_signal, stop_requested
+
+
+ALGORITHMS = ("me", "me-sampling", "me-ls", "pgame", "pgame-ls")
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,11 @@ class SearchConfig:
         for name in ("steps", "cells", "batch", "episodes"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        if self.algo not in ALGORITHMS:
+            raise UserError(f"unknown algorithm {self.algo!r}; there are {', '.join(ALGORITHMS)}.")
+        for name in ("iso_sigma", "line_sigma"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UserError(f"{name} must not be negative, it is {getattr(self, name)}.")
         if self.algo.endswith("-ls") and self.episodes < 2:
             raise UserError(f"{self.algo} compares episodes: it needs at least 2 per policy.")
         if not self.hidden or min(self.hidden) < 1:
@@ -133,7 +142,7 @@ def cvt(
     centroids = jax.random.choice(start_key, samples, (cells,), replace=False)
 
     @jax.jit
-    def lloyd(_: int, centroids: Array) -> Array:
+    def lloyd(_: Any, centroids: Array) -> Array:
         cell = nearest(centroids, samples)
         count = jax.ops.segment_sum(jnp.ones(len(samples)), cell, cells)
         total = jax.ops.segment_sum(samples, cell, cells)
@@ -198,7 +207,7 @@ def geometric_median(points: Float[Array, "n d"], rounds: int = 100) -> Float[Ar
     def total_distance(centre: Array) -> Array:
         return jnp.sum(jnp.sqrt(jnp.sum((points - centre) ** 2, axis=1)))
 
-    def round_(_: int, centre: Array) -> Array:
+    def round_(_: Any, centre: Array) -> Array:
         weight = 1 / jnp.maximum(jnp.sqrt(jnp.sum((points - centre) ** 2, axis=1)), 1e-8)
         return weight @ points / jnp.sum(weight)
 

@@ -286,7 +286,10 @@ class Stage:
 
 
 def _refuse_difference(directory: Path, stored: dict, asked: dict) -> None:
-    stored, asked = _flat(stored), _flat(asked)
+    try:
+        stored, asked = _flat(stored), _flat(asked)
+    except RecursionError:
+        raise UserError(f"the config in {directory} is no config: it is nested too deeply.") from None
     names = sorted(stored.keys() | asked.keys())
     missing = object()
     different = [n for n in names if stored.get(n, missing) != asked.get(n, missing)]
@@ -342,7 +345,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for line in path.read_text(errors="replace").splitlines():
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(row, dict) and isinstance(row.get("iteration"), int):
             rows.append(row)
