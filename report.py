@@ -339,7 +339,8 @@ def _stack(
     stacked = {}
     for name, found in curves.items():
         length = min(len(x) for x, _ in found)
-        stacked[name] = (found[0][0][:length], np.array([y[:length] for _, y in found], float))
+        x = np.array(found[0][0][:length], float)
+        stacked[name] = (x, np.array([y[:length] for _, y in found], float))
     return stacked
 
 

@@ -1,6 +1,6 @@
-"""What all tests share: four CPU devices, shapes checked at run time, and a small task to play with.
+"""What all tests share: two CPU devices, shapes checked at run time, and a small task to play with.
 
-Four devices on whatever machine: every test that plays episodes also tests that the engine divides its
+Two devices on whatever machine: every test that plays episodes also tests that the engine divides its
 work. The devices have to be made before JAX computes anything, and jaxtyping's hook has to be in place
 before a module of the project is imported, so both happen while this file is read.
 """
@@ -25,7 +25,7 @@ import envs  # noqa: E402 - under the hook
 import me_ls  # noqa: E402
 
 envs.prepare_jax()  # the compilation cache of the user: the second run of the tests is quick
-jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 # A command that is tested inside this process must not change the devices any more.
 envs.prepare_jax = lambda cache=True: None

@@ -425,6 +425,7 @@ import sys, time, jax
 from pathlib import Path
 import envs, me_ls, pgame_ls
 from runs import Stage
+envs.prepare_jax()
 jax.config.update("jax_num_cpu_devices", int(sys.argv[2]))
 task = envs.make_task(envs.TaskConfig("point-omni", length=20, reach=0.5))
 config = pgame_ls.PGAMEConfig(

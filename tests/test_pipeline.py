@@ -150,6 +150,7 @@ def test_the_papers_stages_have_the_shapes_that_the_paper_says():
     assert repertoire.policies.layers[1].weight.shape == (1024, 256, 256)
     model = eqx.filter_eval_shape(training.make_model, task, plan.train, key=jax.random.key(0))
     predicted = jax.eval_shape(
+        lambda model, *inputs: model(*inputs),
         model,
         jax.ShapeDtypeStruct((2,), "float32"),
         jax.ShapeDtypeStruct((250, 17), "float32"),
