@@ -308,7 +308,9 @@ def _brax_environment(robot: str, backend: str, lanes: bool) -> Any:
         import brax.envs
         import mujoco
 
-        mujoco.set_mju_user_warning(lambda text: None)  # or it leaves a MUJOCO_LOG.TXT behind
+        # Without this, MuJoCo's warnings leave a MUJOCO_LOG.TXT behind.
+        silence: Any = vars(mujoco)["set_mju_user_warning"]
+        silence(lambda text: None)
         env: Any = brax.envs.get_environment(robot, backend=backend)
     if lanes and backend == "spring" and jax.default_backend() == "cpu":
         env.pipeline_step = spring_step(env)

@@ -27,7 +27,6 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from envs import Episodes, State, Task, replicate, rollout
 from runs import Progress, Stage, Stopped, UserError, finish_iteration_on_signal, stop_requested
 
-
 ALGORITHMS = ("me", "me-sampling", "me-ls", "pgame", "pgame-ls")
 
 

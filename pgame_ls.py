@@ -193,20 +193,32 @@ class TD3(eqx.Module):
     """The greedy actor and the critics, what predicts for them, and their optimisers."""
 
     actor: MLP
-    critics: tuple[Critic, Critic]
+    critics: Critic  # the twins: arrays with a leading axis of two
     target_actor: MLP
-    target_critics: tuple[Critic, Critic]
+    target_critics: Critic
     actor_optimiser: optax.OptState
     critic_optimiser: optax.OptState
     steps: Int[Array, ""]  # TD3 steps so far, over all iterations
 
 
+def twins(
+    critics: Critic, observation: Float[Array, " observation"], action: Float[Array, " action"]
+) -> Float[Array, "2"]:
+    """Q₁(s, a) and Q₂(s, a)."""
+    return jax.vmap(lambda critic: critic(observation, action))(critics)
+
+
+def first_of(critics: Critic) -> Critic:
+    """Q₁, which the actors climb."""
+    return jax.tree.map(lambda x: x[0], critics)
+
+
 def first_td3(task: Task, config: PGAMEConfig, *, key: Key[Array, ""]) -> TD3:
-    actor_key, *critic_keys = jax.random.split(key, 3)
+    actor_key, critic_key = jax.random.split(key)
     seen, done = task.observation_size, task.action_size
     actor = MLP((seen, *config.hidden, done), key=actor_key)
-    first, second = (Critic((seen + done, *config.critic_hidden, 1), key=k) for k in critic_keys)
-    critics = (first, second)
+    sizes = (seen + done, *config.critic_hidden, 1)
+    critics = jax.vmap(lambda k: Critic(sizes, key=k))(jax.random.split(critic_key))
     return TD3(
         actor,
         critics,
@@ -232,16 +244,16 @@ def target(
     epsilon = jnp.clip(config.policy_noise * noise, -config.noise_clip, config.noise_clip)
     after = transition.next_observation
     action = jnp.clip(td3.target_actor(after) + epsilon, -1.0, 1.0)
-    first, second = (critic(after, action) for critic in td3.target_critics)
-    return config.reward_scale * transition.reward + config.discount * jnp.minimum(first, second)
+    lower = jnp.min(twins(td3.target_critics, after, action))
+    return config.reward_scale * transition.reward + config.discount * lower
 
 
 def critic_loss(
-    critics: tuple[Critic, Critic], batch: Transition, targets: Float[Array, " batch"]
+    critics: Critic, batch: Transition, targets: Float[Array, " batch"]
 ) -> Float[Array, ""]:
-    """Mean squared error, of both critics together."""
-    first, second = (jax.vmap(critic)(batch.observation, batch.action) for critic in critics)
-    return jnp.mean((first - targets) ** 2) + jnp.mean((second - targets) ** 2)
+    """Mean squared error, the sum of both critics'."""
+    values = jax.vmap(partial(twins, critics))(batch.observation, batch.action)
+    return jnp.sum(jnp.mean((values - targets[:, None]) ** 2, axis=0))
 
 
 def actor_loss(
@@ -275,7 +287,7 @@ def train_step(
 
     def climb_and_follow(followers: tuple) -> tuple:
         actor, target_actor, target_critics, optimiser = followers
-        gradient = jax.grad(actor_loss)(actor, critics[0], batch.observation)
+        gradient = jax.grad(actor_loss)(actor, first_of(critics), batch.observation)
         actor, optimiser = adam_step(config.greedy_rate, actor, gradient, optimiser)
         target_actor = soft_update(target_actor, actor, config.soft_update)
         target_critics = soft_update(target_critics, critics, config.soft_update)
@@ -412,7 +424,8 @@ def iterate(
     if iteration > 0:
         parent_key, climb_key = jax.random.split(gradient_key)
         parents = select(repertoire, config.by_gradient, key=parent_key)
-        groups.append(vary_by_gradient(config, parents, td3.critics[0], replay, key=climb_key))
+        critic = first_of(td3.critics)
+        groups.append(vary_by_gradient(config, parents, critic, replay, key=climb_key))
 
         # Train the critic, and with it the greedy actor
         td3, counts["critic_loss"] = train(config, td3, replay, key=train_key)

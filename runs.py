@@ -289,7 +289,9 @@ def _refuse_difference(directory: Path, stored: dict, asked: dict) -> None:
     try:
         stored, asked = _flat(stored), _flat(asked)
     except RecursionError:
-        raise UserError(f"the config in {directory} is no config: it is nested too deeply.") from None
+        raise UserError(
+            f"the config in {directory} is no config: it is nested too deeply."
+        ) from None
     names = sorted(stored.keys() | asked.keys())
     missing = object()
     different = [n for n in names if stored.get(n, missing) != asked.get(n, missing)]

@@ -83,7 +83,7 @@ def gradient_variation(
     config: pgame_ls.PGAMEConfig, state: pgame_ls.PGAMEState, together: int | None
 ) -> Callable[[], me_ls.MLP]:
     parents = me_ls.select(state.repertoire, config.by_gradient, key=jax.random.key(3))
-    critic, replay, key = state.td3.critics[0], state.replay, jax.random.key(4)
+    critic, replay, key = pgame_ls.first_of(state.td3.critics), state.replay, jax.random.key(4)
     return lambda: pgame_ls.vary_by_gradient(config, parents, critic, replay, together, key=key)
 
 

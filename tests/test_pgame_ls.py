@@ -60,6 +60,10 @@ def value(critic, s: np.ndarray, a: np.ndarray) -> np.ndarray:
     return forward(critic, np.concatenate([s, a], axis=1))[:, 0]
 
 
+def pair(critics: pgame_ls.Critic) -> list[pgame_ls.Critic]:
+    return [jax.tree.map(lambda x, i=i: x[i], critics) for i in (0, 1)]
+
+
 def some_td3(task: envs.Task, config: PGAMEConfig, seed: int = 0) -> pgame_ls.TD3:
     """All networks different from each other, and wide enough for clipping to happen."""
     td3 = pgame_ls.first_td3(task, config, key=jax.random.key(seed))
@@ -91,7 +95,7 @@ def test_the_target_is_that_of_the_td3_paper(point, config):
     epsilon = np.clip(0.2 * np.asarray(noise), -0.5, 0.5)
     action = np.clip(act(td3.target_actor, after) + epsilon, -1, 1)
     assert (np.abs(epsilon) == 0.5).any() and (np.abs(action) == 1).any()
-    lower = np.minimum(*(value(q, after, action) for q in td3.target_critics))
+    lower = np.minimum(*(value(q, after, action) for q in pair(td3.target_critics)))
     expected = 0.7 * np.asarray(batch.reward) + 0.9 * lower
 
     found = jax.vmap(lambda t, n: pgame_ls.target(config, td3, t, n))(batch, noise)
@@ -103,12 +107,12 @@ def test_the_losses_are_those_of_the_td3_paper(point, config):
     s, a = np.asarray(batch.observation), np.asarray(batch.action)
     y = np.random.default_rng(0).normal(size=len(s)).astype(np.float32)
 
-    errors = [np.mean((value(q, s, a) - y) ** 2) for q in td3.critics]
+    errors = [np.mean((value(q, s, a) - y) ** 2) for q in pair(td3.critics)]
     found = pgame_ls.critic_loss(td3.critics, batch, jnp.array(y))
     np.testing.assert_allclose(found, sum(errors), rtol=1e-5)
 
-    expected = -np.mean(value(td3.critics[0], s, act(td3.actor, s)))
-    found = pgame_ls.actor_loss(td3.actor, td3.critics[0], batch.observation)
+    expected = -np.mean(value(pair(td3.critics)[0], s, act(td3.actor, s)))
+    found = pgame_ls.actor_loss(td3.actor, pair(td3.critics)[0], batch.observation)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
@@ -120,9 +124,11 @@ def test_the_gradient_of_the_actor_is_the_deterministic_policy_gradient(point, c
     expected = []
     for i in range(a.shape[1]):
         along = step * np.eye(a.shape[1])[i]
-        slope = value(td3.critics[0], s, a + along) - value(td3.critics[0], s, a - along)
+        slope = value(pair(td3.critics)[0], s, a + along) - value(
+            pair(td3.critics)[0], s, a - along
+        )
         expected.append(-np.mean(slope / (2 * step) * (1 - a[:, i] ** 2)))
-    gradient = jax.grad(pgame_ls.actor_loss)(td3.actor, td3.critics[0], batch.observation)
+    gradient = jax.grad(pgame_ls.actor_loss)(td3.actor, pair(td3.critics)[0], batch.observation)
     np.testing.assert_allclose(gradient.layers[-1].bias, expected, rtol=1e-3, atol=1e-5)
 
 
@@ -194,7 +200,7 @@ def test_bootstrapping_goes_through_the_time_limit():
     episodes = envs.rollout(task, policies, keys, record="transitions")
     replay = pgame_ls.remember(episodes, state.replay)
     td3, _ = pgame_ls.train(config, state.td3, replay, key=jax.random.key(3))
-    worth = jax.vmap(jax.vmap(td3.critics[0]))
+    worth = jax.vmap(jax.vmap(pgame_ls.first_of(td3.critics)))
     last = worth(episodes.observations[:, :, -2], episodes.actions[:, :, -1])
     np.testing.assert_allclose(last, 5, atol=0.3)
 
@@ -291,7 +297,7 @@ def test_offspring_climb_the_critic(point, config):
     config = dataclasses.replace(config, policy_steps=50)
     state = filled_state(point, config)
     parents = me_ls.select(state.repertoire, 5, key=jax.random.key(2))
-    critic, replay = state.td3.critics[0], state.replay
+    critic, replay = pgame_ls.first_of(state.td3.critics), state.replay
     climbed = pgame_ls.vary_by_gradient(config, parents, critic, replay, key=jax.random.key(3))
     seen = pgame_ls.sample(replay, 500, key=jax.random.key(4)).observation
     loss = jax.vmap(pgame_ls.actor_loss, in_axes=(0, None, None))
@@ -303,7 +309,7 @@ def test_every_offspring_climbs_on_its_own(point, config, together):
     """Chunks and devices only divide the work; seven parents fill neither."""
     state = filled_state(point, config)
     parents = me_ls.select(state.repertoire, 7, key=jax.random.key(2))
-    critic, replay, key = state.td3.critics[0], state.replay, jax.random.key(3)
+    critic, replay, key = pgame_ls.first_of(state.td3.critics), state.replay, jax.random.key(3)
     climbed = pgame_ls.vary_by_gradient(config, parents, critic, replay, together, key=key)
     alone = jax.vmap(lambda parent, key: pgame_ls.climb(config, parent, critic, replay, key=key))
     expected = alone(parents, jax.random.split(key, 7))
