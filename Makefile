@@ -23,7 +23,7 @@ bench: .venv/installed
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 .venv/installed: pyproject.toml requirements.txt
 	$(PYTHON) -m venv .venv
