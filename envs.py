@@ -13,6 +13,7 @@ Reads in this order: configuration, `State` and `Task`, the tasks, one episode, 
 
 import contextlib
 import functools
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -297,8 +298,8 @@ def make_task(config: TaskConfig) -> Task:
         raise UserError(f"the episode length must be at least 1, not {config.length}.")
     if config.backend not in BACKENDS:
         raise UserError(f"unknown backend {config.backend!r}; there are {', '.join(BACKENDS)}.")
-    if config.reach < 0:
-        raise UserError(f"reach must not be negative, it is {config.reach}.")
+    if not 0 <= config.reach < math.inf:
+        raise UserError(f"reach must not be negative nor infinite, it is {config.reach}.")
     return TASKS[config.task](config)
 
 
@@ -577,4 +578,4 @@ def _collect(deal: Deal, rows: list[Episodes]) -> Episodes:
         x = x.reshape(deal.policies, deal.groups_per_member * deal.together, *x.shape[2:])
         return x[:, : deal.episodes]
 
-    return _sharded(jax.tree.map(join, *rows))
+    return jax.tree.map(join, *_sharded(rows))
