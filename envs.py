@@ -453,8 +453,11 @@ def replicate(tree: PyTree) -> PyTree:
     return eqx.combine(jax.device_put(arrays, everywhere), rest)
 
 
+VECTOR = 32  # numbers that a CPU core works on in one pass of a vectorised loop
+
+
 def default_chunk() -> int:
-    """Episodes at a time on a device: what fits in a CPU core's cache, or all of them elsewhere."""
+    """Episodes at a time on a device, about: what fits in a CPU core's cache, or all elsewhere."""
     return 128 if jax.default_backend() == "cpu" else 1 << 30
 
 
@@ -506,8 +509,11 @@ class Deal(eqx.Module):
         together = min(episodes, chunk)
         groups_per_member = -(-episodes // together)
         groups = policies * groups_per_member
+        # Whole vectors: 160 episodes are played half as fast again as 120, whose last 24 go one by one.
+        fill = VECTOR // math.gcd(VECTOR, together)
+        per_chunk = round(chunk // together / fill) * fill or chunk // together
         # With few groups a chunk is smaller than it could be, so that no device has nothing to do.
-        per_chunk = min(chunk // together, -(-groups // devices().size))
+        per_chunk = min(per_chunk, -(-groups // devices().size))
         per_row = max(1, per_chunk) * devices().size
         return Deal(policies, episodes, together, groups_per_member, per_row, -(-groups // per_row))
 
