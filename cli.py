@@ -7,6 +7,7 @@ JAX and the stages are imported inside the functions, so that `qdt --help` answe
 What the commands do to a run directory is in `pipeline.py`.
 """
 
+import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -264,8 +265,16 @@ def main() -> None:
         print("interrupted; what was on disk stays as it is.", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
-        from runs import Stopped, UserError
+        from runs import Stopped, UserError, is_lost_process
 
+        if is_lost_process(error):
+            print(
+                "qdt: another process of the cluster is gone, or cannot be reached any more; "
+                "start all of them again, and the run continues.",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(1)  # a normal end would wait for the process that is gone
         if not isinstance(error, UserError):
             raise
         print(f"qdt: {error}", file=sys.stderr)

@@ -34,7 +34,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array, Bool, Float, Int, Int64, Key
 
 import runs
-from envs import Task, replicate, rollout
+from envs import VECTOR, Task, replicate, rollout
 from me_ls import MLP, Repertoire, cvt, nearest, spread
 from runs import UserError
 
@@ -53,6 +53,7 @@ class DatasetConfig:
     zones: int = 0  # 0: the task's, 50 for Halfcheetah-Uni and 100 for Ant-Omni
     selection_episodes: int = 10  # of each candidate; open: "a few"
     naive: bool = False  # the ablation: no selection, all policies of the repertoire play
+    typical: bool = False  # store only what ends nearest to its own policy's mean; ours
     disturbance: float = 0.0  # noise on the actions that are played, not on those stored; ours
     paths: bool = False  # also store the descriptor over time, for the QDT's descriptor-to-go
     dtype: str = "float32"  # of what is stored per step; float16 halves the disk: `rounding`
@@ -82,6 +83,7 @@ class Selection:
     centroids: Float[np.ndarray, "zones d"]
     cells: Int[np.ndarray, " policies"]
     zone: Int[np.ndarray, " policies"]  # of each policy
+    descriptor: Float[np.ndarray, "policies d"]  # mean of the selection episodes; naive: as stored
     hits: Int[np.ndarray, " policies"] | None  # selection episodes that ended in it; None: naive
 
     @property
@@ -118,7 +120,8 @@ def select_policies(
         raise UserError("the repertoire is empty: there is nobody to play the dataset.")
     zone = np.asarray(nearest(centroids, jnp.asarray(repertoire.descriptor)[cells]))
     if config.naive:
-        return Selection(np.asarray(centroids), cells, zone, None)
+        stored = np.asarray(repertoire.descriptor)[cells]
+        return Selection(np.asarray(centroids), cells, zone, stored, None)
     keys = jax.random.split(episodes_key, (len(cells), config.selection_episodes))
     episodes = rollout(task, _members(repertoire, cells), keys)
     hits = (np.asarray(nearest(centroids, episodes.descriptor)) == zone[:, None]).sum(axis=1)
@@ -131,7 +134,8 @@ def select_policies(
     )
     if len(best) == 0:
         raise UserError("no policy can be selected: an episode of every one of them diverged.")
-    return Selection(np.asarray(centroids), cells[best], zone[best], hits[best])
+    mean = np.asarray(episodes.descriptor.mean(axis=1))
+    return Selection(np.asarray(centroids), cells[best], zone[best], mean[best], hits[best])
 
 
 def _members(repertoire: Repertoire, cells: Int[np.ndarray, " n"]) -> MLP:
@@ -187,6 +191,7 @@ class Shard:
 
     rows: int
     diverged: int  # episodes that were left out
+    untypical: int  # with `typical`: episodes that ended nearer to another policy; left out, too
     files: dict[str, tuple[int, int]]  # size and checksum of each array's file
     rounding: dict[str, float]  # float16: the largest absolute error of each array
 
@@ -194,7 +199,8 @@ class Shard:
     def parse(content: Any) -> "Shard":
         files = {name: (int(size), int(crc)) for name, (size, crc) in content["files"].items()}
         rounding = {name: float(x) for name, x in content["rounding"].items()}
-        return Shard(int(content["rows"]), int(content["diverged"]), files, rounding)
+        counts = (int(content[name]) for name in ("rows", "diverged", "untypical"))
+        return Shard(*counts, files, rounding)
 
 
 @dataclass(frozen=True)
@@ -230,6 +236,7 @@ def parse_meta(content: Any, path: Path | str) -> Meta:
             np.array(who["centroids"], np.float32),
             np.array(who["cells"], np.int64),
             np.array(who["zone"], np.int64),
+            np.array(who["descriptor"], np.float32),
             None if who["hits"] is None else np.array(who["hits"], np.int64),
         )
         shards = [Shard.parse(shard) for shard in content["shards"]]
@@ -325,6 +332,8 @@ def build(
         policies = len(meta.selection.cells)
         count = -(-wanted // (policies * max(1, config.shard_size // policies)))
         episodes = -(-wanted // (policies * count))
+        if episodes > VECTOR:  # whole vectors of episodes play fastest
+            episodes = -(-episodes // VECTOR) * VECTOR
         stored, progress = 0, None
         for number in itertools.count():
             if not _is_intact(directory, number, meta):
@@ -425,7 +434,7 @@ def play_shard(
 def _write_shard(
     directory: Path, number: int, arrays: Arrays, diverged: np.ndarray, meta: Meta, most: int
 ) -> Shard:
-    """Stores the first `most` trajectories that did not diverge.
+    """Stores the first `most` trajectories that did not diverge (`typical`: and are typical).
 
     A number that is not finite, or too large for float16, makes a trajectory count as diverged.
     """
@@ -436,16 +445,22 @@ def _write_shard(
     sound = ~diverged
     for array in stored.values():
         sound &= np.isfinite(array).all(axis=tuple(range(1, array.ndim)))
-    kept = np.flatnonzero(sound)[:most]
+    wanted = sound.copy()
+    if meta.config.typical:
+        ends, means = jnp.asarray(arrays["descriptor"]), jnp.asarray(meta.selection.descriptor)
+        wanted &= meta.selection.cells[np.asarray(nearest(means, ends))] == arrays["policy"]
+    kept = np.flatnonzero(wanted)[:most]
     if len(kept) == 0:
-        raise UserError(f"all {len(sound)} episodes of shard {number} diverged; nothing to store.")
+        why = "are untypical" if sound.any() else "diverged"
+        raise UserError(f"all {len(sound)} episodes of shard {number} {why}; nothing to store.")
     files, rounding = {}, {}
     for name, array in stored.items():
         files[name] = _write_array(_file(directory, number, name), array[kept])
         if array.dtype == np.float16:
             error = np.abs(arrays[name][kept] - array[kept].astype(np.float32))
             rounding[name] = float(error.max())
-    return Shard(len(kept), int((~sound).sum()), files, rounding)
+    untypical = int((sound & ~wanted).sum())
+    return Shard(len(kept), int((~sound).sum()), untypical, files, rounding)
 
 
 # --- reading --------------------------------------------------------------------------------------

@@ -70,11 +70,16 @@ def presets() -> dict[str, dict[str, Plan]]:
         DatasetConfig(trajectories=1024, zones=32),
         QDTConfig(layers=2, heads=2, width=32, batch_size=16, epochs=4),
     )
+    small_qdt = QDTConfig(
+        layers=2, heads=2, width=64, dropout=0.0, normalise=True, batch_size=8, micro_batch=4,
+        optimiser="muon", learning_rate=1e-3, warmup_steps=100, decay=True, epochs=24,
+        evaluate_every=4, held_out=0.02,
+    )  # fmt: skip
     halfcheetah = Plan(
         TaskConfig("halfcheetah-uni", length=100),
         PGAMEConfig(steps=5_000_000, cells=128, batch=128, episodes=10, hidden=(64, 64)),
-        DatasetConfig(trajectories=4096, zones=25),
-        QDTConfig(layers=2, heads=2, width=64, batch_size=8, epochs=10),
+        DatasetConfig(trajectories=4096, zones=25, typical=True),
+        small_qdt,
     )
     ant = replace(
         halfcheetah,

@@ -20,6 +20,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, PyTree, UInt32
 
@@ -40,13 +41,15 @@ class QDTConfig:
     # What the model is told of the goal: the target descriptor at every step (the paper's choice),
     # once at the start, or at every step what is left of it: target minus achieved so far.
     conditioning: Literal["every-step", "start", "to-go"] = "every-step"
-    # Give observations mean 0 and deviation 1. The paper feeds them raw.
-    normalise_observations: bool = False
+    # Give descriptors and observations mean 0 and deviation 1. The paper feeds them raw.
+    normalise: bool = False
     # Trajectories per optimiser step, and how many of them one device holds at once. Only memory
     # and speed depend on the latter: one at a time fits a CPU's cache, a GPU wants many.
     batch_size: int = 256
     micro_batch: int = 1
-    # AdamW. The paper names no weight decay; this one is the Decision Transformer's.
+    # AdamW. The paper names no weight decay; this one is the Decision Transformer's. Muon, ours, moves
+    # the layers' matrices by orthogonal steps: on a small budget it learns several times as fast.
+    optimiser: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = 7e-4
     weight_decay: float = 1e-4
     # Passes over the dataset, and after how many of them the model is asked for its goals.
@@ -191,10 +194,27 @@ class Embedding(eqx.Module):
     norm: LayerNorm
 
     def __init__(self, size: int, width: int, *, key: PRNGKeyArray):
-        self.linear, self.norm = Linear(size, width, key=key), LayerNorm(width)
+        keys = jax.random.split(key)
+        linear = Linear(size, width, scale=1 / math.sqrt(size), key=keys[0])
+        # Normalisation forgets how long a vector is: with no bias, a target (0.1, 0.1) would look
+        # like (0.9, 0.9) until one is learned.
+        self.linear = eqx.tree_at(lambda x: x.bias, linear, jax.random.normal(keys[1], (width,)))
+        self.norm = LayerNorm(width)
 
     def __call__(self, x: Float[Array, "*token in"]) -> Float[Array, "*token width"]:
         return self.norm(self.linear(x))
+
+
+class Scale(eqx.Module):
+    """Makes mean 0 and deviation 1 of what has this mean and this deviation."""
+
+    mean: Float[Array, " n"]
+    deviation: Float[Array, " n"]
+
+    def __call__(self, x: Float[Array, "*time n"]) -> Float[Array, "*time n"]:
+        mean, deviation = jax.lax.stop_gradient((self.mean, self.deviation))
+        # What never varies has no deviation to be divided by.
+        return (x - mean) / jnp.maximum(deviation, 1e-6)
 
 
 class Layer(eqx.Module):
@@ -263,9 +283,9 @@ class QDT(eqx.Module):
     layers: Layer  # all of them, stacked along a leading axis
     norm: LayerNorm
     head: Linear
-    # Of the training set; not trained. Raw observations have 0 and 1 here.
-    observation_mean: Float[Array, " observation"]
-    observation_std: Float[Array, " observation"]
+    # What the embeddings subtract and divide by; not trained. Raw inputs have 0 and 1 here.
+    descriptor_scale: Scale
+    observation_scale: Scale
     config: QDTConfig = eqx.field(static=True)
 
     def __init__(
@@ -293,8 +313,8 @@ class QDT(eqx.Module):
         self.layers = jax.vmap(lambda key: Layer(config, key=key))(layer_keys)
         self.norm = LayerNorm(width)
         self.head = Linear(width, action_size, key=keys[5])
-        self.observation_mean = jnp.zeros(observation_size)
-        self.observation_std = jnp.ones(observation_size)
+        self.descriptor_scale = Scale(jnp.zeros(descriptor_size), jnp.ones(descriptor_size))
+        self.observation_scale = Scale(jnp.zeros(observation_size), jnp.ones(observation_size))
         self.config = config
 
     def __call__(
@@ -313,7 +333,7 @@ class QDT(eqx.Module):
         """
         model = self.in_precision()
         time = model.embed_time[: len(observations)]
-        o = model.embed_observation(self.normalise(observations)) + time
+        o = model.embed_observation(self.observation_scale(observations)) + time
         a = model.embed_action(actions) + time
         bd = model.embed_descriptor(self.goal(descriptor, achieved))
         if self.config.conditioning == "start":
@@ -346,15 +366,10 @@ class QDT(eqx.Module):
     ) -> Float[Array, "*tokens descriptor"]:
         """What the BD tokens show."""
         if self.config.conditioning != "to-go":
-            return descriptor
+            return self.descriptor_scale(descriptor)
         if achieved is None:
             raise UserError('Conditioning "to-go" needs the descriptor achieved so far.')
-        return descriptor - achieved
-
-    def normalise(self, observation: Float[Array, "*time o"]) -> Float[Array, "*time o"]:
-        mean, std = jax.lax.stop_gradient((self.observation_mean, self.observation_std))
-        # An observation that never varies has no deviation to be divided by.
-        return (observation - mean) / jnp.maximum(std, 1e-6)
+        return self.descriptor_scale(descriptor - achieved)
 
     def in_precision(self) -> "QDT":
         return jax.tree.map(lambda leaf: leaf.astype(self.config.precision), self)
@@ -402,7 +417,7 @@ def act(
     """
     net, start, t = model.in_precision(), model.config.conditioning == "start", cache.step
     time = net.embed_time[t]
-    o = net.embed_observation(model.normalise(observation)) + time
+    o = net.embed_observation(model.observation_scale(observation)) + time
     a = net.embed_action(cache.action) + net.embed_time[jnp.maximum(t - 1, 0)]
     bd = net.embed_descriptor(model.goal(target, achieved)) + time
     x = jnp.stack([jnp.where(t == 0, bd, a), o] if start else [a, bd, o])
@@ -440,10 +455,32 @@ def initial_state(model: QDT) -> TrainState:
 
 
 def optimiser(config: QDTConfig) -> optax.GradientTransformation:
-    """AdamW up to its last factor, the learning rate, which a schedule may change from step to step."""
-    return optax.chain(
-        optax.scale_by_adam(), optax.add_decayed_weights(config.weight_decay, mask=decayed)
-    )
+    """All but the last factor, the learning rate, which a schedule may change from step to step."""
+    direction = optax.scale_by_adam()
+    if config.optimiser == "muon":
+        muon = optax.contrib.scale_by_muon(weight_dimension_numbers=rows_and_columns)
+        muon = optax.chain(muon, optax.scale(MUON_RATE))
+        direction = optax.multi_transform({"muon": muon, "adam": direction}, muon_or_adam)
+    return optax.chain(direction, optax.add_decayed_weights(config.weight_decay, mask=decayed))
+
+
+MUON_RATE = 20.0  # times Adam's: its steps are orthogonal matrices, whose numbers are small
+
+
+def muon_or_adam(model: QDT) -> PyTree[str]:
+    """Muon is for matrices between hidden layers; embeddings, head, norms and biases stay with Adam."""
+
+    def hidden(model: QDT) -> list[Array]:
+        layer = model.layers
+        linears = (layer.query_key_value, layer.mix, layer.expand, layer.contract)
+        return [linear.weight for linear in linears]
+
+    return eqx.tree_at(hidden, jax.tree.map(lambda _: "adam", model), ["muon"] * 4)
+
+
+def rows_and_columns(tree: PyTree) -> PyTree:
+    """Of the matrices that Muon gets: they are stacked along axis 0."""
+    return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers((1,), (2,)), tree)
 
 
 def decayed(model: QDT) -> PyTree[bool]:

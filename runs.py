@@ -367,6 +367,11 @@ def is_writer() -> bool:
     return jax.process_index() == 0
 
 
+def is_lost_process(error: Exception) -> bool:
+    """Whether an error of JAX, in one of several processes, is the end of another one."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1
+
+
 @contextlib.contextmanager
 def lock(directory: Path) -> Iterator[None]:
     """Holds a run directory for this process; the system lets go of it even after `kill -9`."""

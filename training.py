@@ -25,6 +25,7 @@ from qdt import (
     QDT,
     Cache,
     QDTConfig,
+    Scale,
     TrainState,
     Trajectory,
     act,
@@ -152,17 +153,21 @@ class TrainingState(eqx.Module):
     loss_sum: Float[Array, ""]  # over the steps of this epoch
 
 
+def scale_of(sample: Float[np.ndarray, "*batch n"]) -> Scale:
+    rows = sample.reshape(-1, sample.shape[-1])
+    return Scale(jnp.asarray(rows.mean(axis=0)), jnp.asarray(rows.std(axis=0)))
+
+
 def first_state(
     task: Task, config: QDTConfig, data: Dataset, view: View, seed: int
 ) -> TrainingState:
     model = make_model(task, config, key=jax.random.key(seed))
-    if config.normalise_observations:
+    if config.normalise:
         sample = data.batch(np.random.default_rng((seed, 3)).choice(view, min(len(view), 512)))
-        observations = sample.observations.reshape(-1, task.observation_size)
         model = eqx.tree_at(
-            lambda m: (m.observation_mean, m.observation_std),
+            lambda m: (m.descriptor_scale, m.observation_scale),
             model,
-            (jnp.array(observations.mean(axis=0)), jnp.array(observations.std(axis=0))),
+            (scale_of(sample.descriptor), scale_of(sample.observations)),
         )
     # Two copies in memory of their own: the training one is updated in place.
     copy = jax.tree.map(jnp.array, model)

@@ -257,6 +257,22 @@ def test_diverged_episodes_are_left_out_and_others_played_instead(tmp_path, monk
     assert np.isfinite(dataset.read("rewards", dataset.everything)).all()
 
 
+def test_typical_trajectories_end_nearest_to_their_own_policy(tmp_path, built):
+    """The same episodes as without it, in the same order; what is left out is replaced by later ones."""
+    dataset = build(tmp_path / "dataset", dataclasses.replace(CONFIG, typical=True))
+    selection = dataset.meta.selection
+    assert len(dataset) == 100
+    for end, policy in zip(dataset.descriptor, dataset.policy, strict=True):
+        distance = ((selection.descriptor - end) ** 2).sum(axis=1)
+        assert selection.cells[distance.argmin()] == policy
+    left_out = sum(shard.untypical for shard in dataset.meta.shards)
+    assert left_out > 0 and dataset.diverged == 0
+    assert len(set(built.trajectory) - set(dataset.trajectory)) == sum(
+        selection.cells[((selection.descriptor - end) ** 2).sum(axis=1).argmin()] != policy
+        for end, policy in zip(built.descriptor, built.policy, strict=True)
+    )
+
+
 def test_float16_halves_the_disk_and_reports_what_it_costs(tmp_path, built):
     half = build(tmp_path / "dataset", dataclasses.replace(CONFIG, dtype="float16"))
     whole = built.batch(built.everything)

@@ -22,11 +22,13 @@ def make(config=SMALL, steps=20, seed=0):
     model = eqx.filter_eval_shape(qdt.QDT, config, **SIZES, steps=steps, key=jax.random.key(0))
     random = np.random.default_rng(seed)
     model = jax.tree.map(lambda x: jnp.array(random.normal(0, 0.3, x.shape), x.dtype), model)
-    return with_statistics(model, jnp.zeros(5), jnp.ones(5))
+    raw = qdt.Scale(jnp.zeros(2), jnp.ones(2)), qdt.Scale(jnp.zeros(5), jnp.ones(5))
+    return with_scales(model, *raw)
 
 
-def with_statistics(model, mean, std):
-    return eqx.tree_at(lambda m: (m.observation_mean, m.observation_std), model, (mean, std))
+def with_scales(model, descriptor, observation):
+    where = lambda m: (m.descriptor_scale, m.observation_scale)  # noqa: E731
+    return eqx.tree_at(where, model, (descriptor, observation))
 
 
 def trajectories(*batch, steps=20, seed=2):
@@ -138,7 +140,6 @@ def test_a_new_model_is_initialised_like_gpt_2():
             layers.expand.weight,
             model.embed_time,
             model.head.weight,
-            model.embed_observation.linear.weight,
         ],
         residual: [layers.mix.weight, layers.contract.weight],
     }
@@ -153,13 +154,26 @@ def test_a_new_model_is_initialised_like_gpt_2():
         assert (norm.weight == 1).all() and not norm.bias.any()
 
 
+def test_a_new_embedding_tells_long_inputs_from_short_ones():
+    """Layer normalisation alone would not: without a bias it sees nothing but a direction."""
+    embed = qdt.QDT(qdt.QDTConfig(), **SIZES, steps=2, key=jax.random.key(0)).embed_descriptor
+    near, far = embed(jnp.array([0.1, 0.1])), embed(jnp.array([0.9, 0.9]))
+    assert float(jnp.linalg.norm(near - far)) > 0.25 * float(jnp.linalg.norm(near))
+
+
 def test_normalising_inside_the_model_is_normalising_its_inputs():
-    trajectory, config = trajectories(), replace(SMALL, normalise_observations=True)
-    mean, std = trajectory.observations.mean(0), trajectory.observations.std(0)
+    trajectory, config = trajectories(), replace(SMALL, normalise=True)
+    descriptor = qdt.Scale(jnp.array([0.5, 1.0]), jnp.array([2.0, 3.0]))
+    observation = qdt.Scale(trajectory.observations.mean(0), trajectory.observations.std(0))
     by_hand = eqx.tree_at(
-        lambda t: t.observations, trajectory, (trajectory.observations - mean) / std
+        lambda t: (t.descriptor, t.observations),
+        trajectory,
+        (
+            (trajectory.descriptor - descriptor.mean) / descriptor.deviation,
+            (trajectory.observations - observation.mean) / observation.deviation,
+        ),
     )
-    inside = predict(with_statistics(make(config), mean, std), trajectory)
+    inside = predict(with_scales(make(config), descriptor, observation), trajectory)
     assert_close(inside, predict(make(), by_hand), 1e-5)
 
 
@@ -240,11 +254,27 @@ def test_training_is_a_pure_function_and_lowers_the_loss():
     assert float(last) < 0.7 * float(first)
 
 
+def test_muon_moves_the_layers_matrices_by_orthogonal_steps():
+    """All singular values of a step are nearly the same; everything else moves as with Adam."""
+    config = replace(SMALL, weight_decay=0.0)
+    steps = {}
+    for name in ("adamw", "muon"):
+        start = make(replace(config, optimiser=name))
+        after, _ = qdt.train_step(qdt.initial_state(start), trajectories(4), jax.random.key(0))
+        steps[name] = jax.tree.map(jnp.subtract, after.model, start)
+    values = np.linalg.svd(steps["muon"].layers.expand.weight, compute_uv=False)
+    assert values.min() > 0.5 * values.max() > 0
+    values = np.linalg.svd(steps["adamw"].layers.expand.weight, compute_uv=False)
+    assert values.min() < 0.5 * values.max()
+    assert_close(steps["muon"].head.weight, steps["adamw"].head.weight, 1e-6)
+    assert_close(steps["muon"].layers.expand.bias, steps["adamw"].layers.expand.bias, 1e-6)
+
+
 def test_training_leaves_the_statistics_alone_and_decays_matrices_only():
     model = make()
     state, _ = qdt.train_step(qdt.initial_state(model), trajectories(4), jax.random.key(0))
-    np.testing.assert_array_equal(state.model.observation_mean, model.observation_mean)
-    np.testing.assert_array_equal(state.model.observation_std, model.observation_std)
+    assert eqx.tree_equal(state.model.descriptor_scale, model.descriptor_scale)
+    assert eqx.tree_equal(state.model.observation_scale, model.observation_scale)
     marks = qdt.decayed(model)
     assert marks.layers.mix.weight and marks.head.weight and marks.embed_action.linear.weight
     assert not (marks.layers.mix.bias or marks.norm.weight or marks.embed_time)

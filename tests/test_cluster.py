@@ -1,0 +1,114 @@
+"""Two processes with two devices each are one process with four, on JAX's own distributed runtime."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pipeline
+import runs
+
+ROOT = Path(__file__).parents[1]
+CHANGES = [
+    "search.steps=150000", "dataset.trajectories=256", "train.epochs=1", "train.batch_size=8",
+    "train.goal_episodes=1",
+]  # fmt: skip
+
+# The commands of `qdt`, with a number of devices that does not depend on the machine's cores.
+COMMAND = """
+import sys
+import jax
+import cli, envs
+prepare = envs.prepare_jax
+def prepare_jax():
+    prepare()
+    jax.config.update("jax_num_cpu_devices", int(sys.argv.pop(1)))
+envs.prepare_jax = prepare_jax
+cli.main()
+"""
+
+
+def start(devices: int, *arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", COMMAND, str(devices), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+
+
+def finish(*processes: subprocess.Popen[str]) -> None:
+    for process in processes:
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def start_two(*arguments: object) -> list[subprocess.Popen[str]]:
+    address = f"localhost:{free_port()}"
+    cluster = ("--coordinator", address, "--num-processes", 2, "--process-id")
+    return [start(2, *arguments, *cluster, i) for i in range(2)]
+
+
+def stages(directory: Path) -> list[tuple[object, ...]]:
+    """The commands of a lineage."""
+    settings = [part for change in CHANGES for part in ("--set", change)]
+    return [
+        ("search", "--preset", "tiny", "--out", directory, *settings),
+        ("dataset", directory, *settings),
+        ("train", directory, *settings),
+    ]
+
+
+@pytest.mark.faults
+def test_two_processes_are_one_with_as_many_devices(tmp_path: Path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    for arguments in stages(one):
+        finish(start(4, *arguments))
+    for arguments in stages(two):
+        finish(*start_two(*arguments))
+    for pattern in ("search/repertoire.qdt", "dataset/*.npy"):
+        paths = sorted(one.glob(pattern))
+        assert paths
+        for path in paths:
+            assert path.read_bytes() == (two / path.relative_to(one)).read_bytes(), path.name
+    first, second = (pipeline.load_model(pipeline.open_run(run)) for run in (one, two))
+    np.testing.assert_allclose(first.head.weight, second.head.weight, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        first.layers.expand.weight, second.layers.expand.weight, rtol=1e-4, atol=1e-6
+    )
+
+
+@pytest.mark.faults
+def test_where_one_process_dies_the_other_ends_and_the_run_goes_on(tmp_path: Path):
+    """The survivor is told by its broken connection, or at the latest by the missing heartbeat."""
+    settings = ("--set", "search.steps=4000000", "--set", "search.checkpoint_seconds=0.0")
+    run = tmp_path / "run"
+    arguments = ("search", "--preset", "tiny", "--out", run, *settings)
+    first, second = start_two(*arguments)
+    deadline = time.monotonic() + 120
+    while not list(run.glob("search/checkpoint-*.qdt")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    second.send_signal(signal.SIGKILL)
+    _, errors = first.communicate(timeout=180)  # raises if it hangs
+    second.communicate()
+    assert first.returncode != 0
+    assert "another process" in errors.splitlines()[-1], errors[-2000:]
+    assert not (run / "search" / "repertoire.qdt").exists()
+    last = max(run.glob("search/checkpoint-*.qdt"))
+    os.truncate(run / "search" / "metrics.jsonl", 100)  # a line cut in half does not matter either
+    finish(*start_two(*arguments))
+    assert runs.read_json(run / "search" / "config.json")
+    assert (run / "search" / "repertoire.qdt").exists() and not last.exists()
