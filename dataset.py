@@ -199,8 +199,8 @@ class Shard:
     def parse(content: Any) -> "Shard":
         files = {name: (int(size), int(crc)) for name, (size, crc) in content["files"].items()}
         rounding = {name: float(x) for name, x in content["rounding"].items()}
-        counts = (int(content[name]) for name in ("rows", "diverged", "untypical"))
-        return Shard(*counts, files, rounding)
+        rows, diverged, untypical = (int(content[n]) for n in ("rows", "diverged", "untypical"))
+        return Shard(rows, diverged, untypical, files, rounding)
 
 
 @dataclass(frozen=True)

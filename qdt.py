@@ -464,18 +464,14 @@ def optimiser(config: QDTConfig) -> optax.GradientTransformation:
     return optax.chain(direction, optax.add_decayed_weights(config.weight_decay, mask=decayed))
 
 
+HIDDEN = ("query_key_value", "mix", "expand", "contract")
 MUON_RATE = 20.0  # times Adam's: its steps are orthogonal matrices, whose numbers are small
 
 
 def muon_or_adam(model: QDT) -> PyTree[str]:
     """Muon is for matrices between hidden layers; embeddings, head, norms and biases stay with Adam."""
-
-    def hidden(model: QDT) -> list[Array]:
-        layer = model.layers
-        linears = (layer.query_key_value, layer.mix, layer.expand, layer.contract)
-        return [linear.weight for linear in linears]
-
-    return eqx.tree_at(hidden, jax.tree.map(lambda _: "adam", model), ["muon"] * 4)
+    hidden = lambda m: [getattr(m.layers, name).weight for name in HIDDEN]  # noqa: E731
+    return eqx.tree_at(hidden, jax.tree.map(lambda _: "adam", model), ["muon"] * len(HIDDEN))
 
 
 def rows_and_columns(tree: PyTree) -> PyTree:

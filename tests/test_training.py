@@ -14,7 +14,7 @@ import training
 from envs import TaskConfig, make_task
 from runs import Stage
 
-TASK = make_task(TaskConfig("point-omni", length=30, reach=1.5))
+TASK = make_task(TaskConfig("point-omni", length=50))
 WIDTH = TASK.high[0] - TASK.low[0]
 SEARCH = me_ls.SearchConfig(
     algo="me-ls", steps=400_000, cells=128, batch=64, episodes=4, hidden=(16, 16)
@@ -22,9 +22,9 @@ SEARCH = me_ls.SearchConfig(
 DATASET = dataset.DatasetConfig(trajectories=1536, zones=64)
 TRAIN = training.QDTConfig(
     layers=2, heads=2, width=32, dropout=0.0, normalise=True, batch_size=16, micro_batch=8,
-    learning_rate=2e-3, decay=True, epochs=6, evaluate_every=3, goal_episodes=4,
+    optimiser="muon", learning_rate=1e-3, decay=True, epochs=8, evaluate_every=4, goal_episodes=4,
 )  # fmt: skip
-HIDDEN = jnp.array([[0.6, 0.0], [-0.5, 0.5], [0.0, -0.6]])  # places that training does not see
+HIDDEN = jnp.array([[1.2, 0.0], [-1.0, 1.0], [0.0, -1.2]])  # places that training does not see
 RADIUS = 0.1 * WIDTH
 
 
