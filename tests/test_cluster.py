@@ -25,10 +25,10 @@ COMMAND = """
 import sys
 import jax
 import cli, envs
-prepare = envs.prepare_jax
+devices, prepare = int(sys.argv.pop(1)), envs.prepare_jax
 def prepare_jax():
     prepare()
-    jax.config.update("jax_num_cpu_devices", int(sys.argv.pop(1)))
+    jax.config.update("jax_num_cpu_devices", devices)
 envs.prepare_jax = prepare_jax
 cli.main()
 """
