@@ -184,7 +184,7 @@ def evaluate(
     experiment: Annotated[Experiment, typer.Argument(help="Which experiment.")],
     runs: RunsArgument,
 ) -> None:
-    """An experiment of the paper on every run given: numbers as JSON, figures as PNG."""
+    """An experiment of the paper on every run given: RUN/evaluation/EXPERIMENT.json; `report` draws."""
     start_jax()
     import pipeline
 

@@ -3,7 +3,7 @@
     RUN/search/                config, metrics, checkpoints, repertoire.qdt, maps
     RUN/dataset[-naive]/       shards and meta.json
     RUN/qdt[-naive|-PRUNE]/    config, metrics, checkpoints, model.qdt (the best epoch)
-    RUN/evaluation/            one JSON file and one figure per experiment
+    RUN/evaluation/            one JSON file per experiment; `report.py` draws and tabulates
 
 The stages themselves are in `me_ls.py`, `pgame_ls.py`, `dataset.py`, `qdt.py` and `evaluate.py`.
 Reads in this order: presets, the plan, run directories, the stages, experiments, the whole.
