@@ -1,19 +1,32 @@
-"""The whole pipeline under `kill -9`: whatever is lost, the end is the same, byte for byte.
+"""The whole pipeline under `kill -9`, a full disk and damaged files: the end is the same, byte for byte.
 
-A server process imports everything once and forks a child for each attempt, so that a hundred kills cost
-minutes instead of an hour. A child goes through search, dataset and training as `qdt` does, continuing
-what it finds; it dies at a random moment after it has begun to touch the run directory.
+For the kills, a server process imports everything once and forks a child for each attempt, so that a
+hundred of them cost minutes instead of an hour. A child goes through search, dataset and training as
+`qdt` does, continuing what it finds; it dies at a random moment after it has touched the run directory.
 """
 
+import contextlib
+import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import tracemalloc
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_dataset import build
+from test_runs import MANY, damaged
+
+import dataset
+from runs import UserError
 
 ROOT = Path(__file__).parents[1]
 KILLS = 100
@@ -104,3 +117,80 @@ def test_a_hundred_kills_change_nothing(tmp_path: Path):
         assert results(directory) == expected
     print(f"{kills} kills in {lineages} lineages, by stage: {stages}")
     assert min(stages.values()) > 0
+
+
+# --- a full disk ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system that holds two checkpoints of the search below, but not a third beside them."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=800k", "none", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("a small file system cannot be mounted here: needs root")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def search(directory: Path) -> subprocess.CompletedProcess[str]:
+    settings = ("search.steps=60000", "search.checkpoint_seconds=0.0")
+    options = [part for setting in settings for part in ("--set", setting)]
+    command = [sys.executable, str(ROOT / "cli.py"), "search", "--preset", "tiny", *options]
+    return subprocess.run([*command, "--out", str(directory)], capture_output=True, text=True)
+
+
+@pytest.mark.faults
+def test_a_disk_that_fills_during_a_search_loses_nothing(small_disk: Path, tmp_path: Path):
+    assert search(tmp_path / "whole").returncode == 0
+    stopped = search(small_disk / "run")
+    assert stopped.returncode == 1
+    last_line = stopped.stderr.splitlines()[-1]
+    assert last_line.startswith("qdt: cannot write") and "No space left" in last_line
+    assert "Traceback" not in stopped.stderr
+    subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
+    assert search(small_disk / "run").returncode == 0
+    path = Path("search") / "repertoire.qdt"
+    assert (small_disk / "run" / path).read_bytes() == (tmp_path / "whole" / path).read_bytes()
+
+
+# --- damaged datasets -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("intact") / "dataset").directory
+
+
+@pytest.fixture(scope="module")
+def victim(intact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("victim") / "dataset"
+    shutil.copytree(intact, directory)
+    return directory
+
+
+@pytest.mark.faults
+@MANY
+@given(st.data())
+def test_a_damaged_dataset_is_our_own_error(intact: Path, victim: Path, data: st.DataObject):
+    """One file is damaged; a shard's size and checksum may be forged so that they fit the damage."""
+    names = ("meta.json", "shard-00000-observations.npy", "shard-00001-zone.npy")
+    name = data.draw(st.sampled_from(names))
+    content = data.draw(damaged((intact / name).read_bytes()))
+    (victim / name).write_bytes(content)
+    if name != "meta.json" and data.draw(st.booleans()):
+        meta = json.loads((intact / "meta.json").read_text())
+        _, shard, array = name.removesuffix(".npy").split("-")
+        meta["shards"][int(shard)]["files"][array] = [len(content), zlib.crc32(content)]
+        (victim / "meta.json").write_text(json.dumps(meta))
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(UserError):
+            next(dataset.batches(dataset.open_dataset(victim), 8, seed=0))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        for changed in {name, "meta.json"}:
+            shutil.copyfile(intact / changed, victim / changed)
+    assert peak < len(content) + (4 << 20)

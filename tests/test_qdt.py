@@ -255,17 +255,18 @@ def test_training_is_a_pure_function_and_lowers_the_loss():
 
 
 def test_muon_moves_the_layers_matrices_by_orthogonal_steps():
-    """All singular values of a step are nearly the same; everything else moves as with Adam."""
+    """Most singular values of a step are nearly the same; everything else moves as with Adam."""
     config = replace(SMALL, weight_decay=0.0)
     steps = {}
     for name in ("adamw", "muon"):
         start = make(replace(config, optimiser=name))
         after, _ = qdt.train_step(qdt.initial_state(start), trajectories(4), jax.random.key(0))
         steps[name] = jax.tree.map(jnp.subtract, after.model, start)
-    values = np.linalg.svd(steps["muon"].layers.expand.weight, compute_uv=False)
-    assert values.min() > 0.5 * values.max() > 0
-    values = np.linalg.svd(steps["adamw"].layers.expand.weight, compute_uv=False)
-    assert values.min() < 0.5 * values.max()
+    flat = {}
+    for name, step in steps.items():
+        values = np.linalg.svd(step.layers.expand.weight, compute_uv=False)
+        flat[name] = (values > 0.5 * values.max(axis=-1, keepdims=True)).mean()
+    assert flat["muon"] > 0.8 > 0.4 > flat["adamw"]
     assert_close(steps["muon"].head.weight, steps["adamw"].head.weight, 1e-6)
     assert_close(steps["muon"].layers.expand.bias, steps["adamw"].layers.expand.bias, 1e-6)
 
