@@ -12,9 +12,8 @@ out. When its function is vmapped, every *number* of the state becomes one vecto
     what is left is elementwise arithmetic on vectors, which XLA fuses into a few loops.
 
 The numbers are those of the function itself up to rounding. `spring_step` applies this to one step of
-brax's spring physics on a CPU. First measurements, on a noisy machine, put it at 2 to 3 times brax's own
-step on Ant and at 1.2 to 1.6 times on Halfcheetah. Elsewhere, and for other backends, brax's own step is
-used.
+brax's spring physics on a CPU; what it gains is in `docs/decisions.md`. Elsewhere, and for other
+backends, brax's own step is used.
 """
 
 import functools
