@@ -109,7 +109,7 @@ def test_a_hundred_kills_change_nothing(tmp_path: Path):
     kills, lineages, stages = 0, 0, dict.fromkeys(("search", "dataset", "qdt"), 0)
     while kills < KILLS:
         directory = tmp_path / str(lineages)
-        while not pipeline.run(directory, dies_after=moments.uniform(0, 5)):
+        while not pipeline.run(directory, moments.uniform(0, 6) if kills < KILLS else None):
             kills += 1
             reached = [stage for stage in stages if (directory / stage).exists()]
             stages[reached[-1] if reached else "search"] += 1
