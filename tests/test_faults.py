@@ -1,8 +1,8 @@
 """The whole pipeline under `kill -9`, a full disk and damaged files: the end is the same, byte for byte.
 
 For the kills, a server process imports everything once and forks a child for each attempt, so that a
-hundred of them cost minutes instead of an hour. A child goes through search, dataset and training as
-`qdt` does, continuing what it finds; it dies at a random moment after it has touched the run directory.
+hundred of them cost minutes instead of an hour. A child does one stage as `qdt` does, continuing what it
+finds; it dies at a random moment of the time that the stage takes when nobody disturbs it.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ import dataset
 from runs import UserError
 
 ROOT = Path(__file__).parents[1]
-KILLS = 100
+KILLS_PER_STAGE = 34
 
 SERVER = """
 import os, sys
@@ -45,19 +45,22 @@ for line in sys.stdin:
     if child == 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         envs.prepare_jax()
-        directory = Path(line.strip())
-        plan = pipeline.make_plan("tiny", "", CHANGES)
-        pipeline.do_search(directory, plan, "me-ls", seed=0)
-        pipeline.do_dataset(directory, CHANGES, naive=False)
-        pipeline.do_train(directory, CHANGES, naive=False, prune="")
+        stage, directory = line.split()
+        directory, plan = Path(directory), pipeline.make_plan("tiny", "", CHANGES)
+        if stage == "search":
+            pipeline.do_search(directory, plan, "me-ls", seed=0)
+        elif stage == "dataset":
+            pipeline.do_dataset(directory, CHANGES, naive=False)
+        else:
+            pipeline.do_train(directory, CHANGES, naive=False, prune="")
         os._exit(0)
     print(child, flush=True)
     print(os.waitpid(child, 0)[1], flush=True)
 """
 
 
-class Pipeline:
-    """Runs the pipeline in a directory, in a process that can be killed."""
+class Stages:
+    """Runs a stage of the pipeline in a directory, in a process that can be killed."""
 
     def __init__(self) -> None:
         self.server = subprocess.Popen(
@@ -69,54 +72,57 @@ class Pipeline:
             cwd=ROOT,
         )
 
-    def run(self, directory: Path, dies_after: float | None = None) -> bool:
-        """Whether it came to its end; it is killed that many seconds after its first sign of life."""
+    def run(self, stage: str, directory: Path, dies_after: float | None = None) -> bool:
+        """Whether it came to its end; it is killed that many seconds after its start."""
         assert self.server.stdin and self.server.stdout
-        began = time.time()
-        self.server.stdin.write(f"{directory}\n")
+        self.server.stdin.write(f"{stage} {directory}\n")
         self.server.stdin.flush()
         child = int(self.server.stdout.readline())
         if dies_after is not None:
-            while not (directory / ".lock").exists() or last_change(directory) < began:
-                time.sleep(0.01)
             time.sleep(dies_after)
-            os.kill(child, signal.SIGKILL)  # it is not waited for yet: the number is still its own
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
         status = int(self.server.stdout.readline())
         assert status in (0, signal.SIGKILL)
         return status == 0
 
 
-def last_change(directory: Path) -> float:
-    """When the pipeline last took its lock, which it does before anything else."""
-    return (directory / ".lock").stat().st_mtime
+RESULTS = {
+    "search": ("repertoire.qdt",),
+    "dataset": ("meta.json", "*.npy"),
+    "qdt": ("model.qdt",),
+}
 
 
-RESULTS = ("search/repertoire.qdt", "dataset/meta.json", "dataset/*.npy", "qdt/model.qdt")
-
-
-def results(directory: Path) -> dict[str, bytes]:
-    found = [path for pattern in RESULTS for path in directory.glob(pattern)]
-    return {str(path.relative_to(directory)): path.read_bytes() for path in found}
+def results(stage: str, directory: Path) -> dict[str, bytes]:
+    found = [path for pattern in RESULTS[stage] for path in (directory / stage).glob(pattern)]
+    return {path.name: path.read_bytes() for path in found}
 
 
 @pytest.mark.faults
 def test_a_hundred_kills_change_nothing(tmp_path: Path):
-    pipeline, moments = Pipeline(), random.Random(0)
-    whole = tmp_path / "whole"
-    assert pipeline.run(whole)
-    expected = results(whole)
-    assert len(expected) > 60  # a repertoire, a model and eight arrays of each shard
-    kills, lineages, stages = 0, 0, dict.fromkeys(("search", "dataset", "qdt"), 0)
-    while kills < KILLS:
-        directory = tmp_path / str(lineages)
-        while not pipeline.run(directory, moments.uniform(0, 6) if kills < KILLS else None):
-            kills += 1
-            reached = [stage for stage in stages if (directory / stage).exists()]
-            stages[reached[-1] if reached else "search"] += 1
-        lineages += 1
-        assert results(directory) == expected
-    print(f"{kills} kills in {lineages} lineages, by stage: {stages}")
-    assert min(stages.values()) > 0
+    """A stage that comes to its end is compared and begun again, until it was killed often enough."""
+    stages, moments = Stages(), random.Random(0)
+    whole, done = tmp_path / "whole", []
+    for stage in RESULTS:
+        began = time.monotonic()
+        assert stages.run(stage, whole)
+        seconds, kills, ends = time.monotonic() - began, 0, 0
+        while kills < KILLS_PER_STAGE:
+            directory = tmp_path / f"{stage}-{ends}"
+            directory.mkdir()
+            for earlier in done:
+                (directory / earlier).symlink_to(whole / earlier)
+            while not stages.run(
+                stage,
+                directory,
+                moments.uniform(0, 1.2 * seconds) if kills < KILLS_PER_STAGE else None,
+            ):
+                kills += 1
+            ends += 1
+            assert results(stage, directory) == results(stage, whole) != {}
+        print(f"{stage}: killed {kills} times, came to its end {ends} times, takes {seconds:.1f} s")
+        done.append(stage)
 
 
 # --- a full disk ------------------------------------------------------------------------------------
