@@ -330,7 +330,7 @@ def _training_curves(runs: Sequence[Found], name: str) -> dict[str, tuple[np.nda
 
 
 def _stack(
-    rows: Iterable[tuple[str, list[float], list[float]]],
+    rows: Iterable[tuple[str, Sequence[float | int], Sequence[float | int]]],
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Curves of the same name, cut to the shortest, as one array."""
     curves = defaultdict(list)
