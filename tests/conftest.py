@@ -8,7 +8,7 @@ before a module of the project is imported, so both happen while this file is re
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -64,3 +64,25 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
         return done
 
     return run
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Makes a file system of a size such as "256k"; called again, the same one gets another size."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+
+    def resize(size: str) -> Path:
+        options = f"remount,size={size}" if disk.is_mount() else f"size={size}"
+        mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(disk)]
+        try:
+            mounted = subprocess.run(mount, capture_output=True).returncode == 0
+        except OSError:
+            mounted = False
+        if not mounted:
+            pytest.skip("a small file system cannot be mounted here: needs root")
+        return disk
+
+    yield resize
+    if disk.is_mount():
+        subprocess.run(["umount", str(disk)], check=True)
