@@ -92,20 +92,28 @@ def test_two_processes_are_one_with_as_many_devices(tmp_path: Path):
 
 
 @pytest.mark.faults
-def test_where_one_process_dies_the_other_ends_and_the_run_goes_on(tmp_path: Path):
-    """The survivor is told by its broken connection, or at the latest by the missing heartbeat."""
+@pytest.mark.parametrize("killed", [0, 1])
+def test_where_one_process_dies_the_other_ends_and_the_run_goes_on(tmp_path: Path, killed: int):
+    """The survivor is told by its broken connection, or at the latest by the missing heartbeat.
+
+    Process 0 holds JAX's own service: where it dies, JAX may end the others before we can, in its words.
+    """
     settings = ("--set", "search.steps=4000000", "--set", "search.checkpoint_seconds=0.0")
     run = tmp_path / "run"
     arguments = ("search", "--preset", "tiny", "--out", run, *settings)
-    first, second = start_two(*arguments)
+    processes = start_two(*arguments)
+    dying, other = processes[killed], processes[1 - killed]
     deadline = time.monotonic() + 120
     while not list(run.glob("search/checkpoint-*.qdt")) and time.monotonic() < deadline:
         time.sleep(0.1)
-    second.send_signal(signal.SIGKILL)
-    _, errors = first.communicate(timeout=180)  # raises if it hangs
-    second.communicate()
-    assert first.returncode != 0
-    assert "another process" in errors.splitlines()[-1], errors[-2000:]
+    dying.send_signal(signal.SIGKILL)
+    _, errors = other.communicate(timeout=180)  # raises if it hangs
+    dying.communicate()
+    assert other.returncode != 0
+    if killed == 0 and "another task died" in errors:
+        assert "Traceback" not in errors
+    else:
+        assert "another process" in errors.splitlines()[-1], errors[-2000:]
     assert not (run / "search" / "repertoire.qdt").exists()
     last = max(run.glob("search/checkpoint-*.qdt"))
     os.truncate(run / "search" / "metrics.jsonl", 100)  # a line cut in half does not matter either
