@@ -7,16 +7,23 @@ import json
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
+import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import cli
+import me_ls
+import pgame_ls
 import pipeline
+import qdt
 import runs
-from envs import make_task
+import training
+from envs import make_task, rollout
 from runs import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -139,25 +146,38 @@ def test_settings_from_the_command_line_reach_the_plan():
     assert plan.search.hidden == (32, 16) and plan.train.decay and plan.task.length == 250
 
 
-def test_the_papers_stages_have_the_shapes_that_the_paper_says():
-    """Traced, not run: 1024 cells, (256, 256) policies, and a QDT for 250 steps."""
-    import equinox as eqx
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["halfcheetah-uni", "ant-omni"])
+def test_all_stages_of_the_paper_pass_shape_tracing(name: str):
+    """Traced, not run: every search, the dataset, a step of training and the QDT's episodes."""
+    plan = pipeline.make_plan("paper", name, [])
+    task, key = make_task(plan.task), jax.random.key(0)
+    trace = eqx.filter_eval_shape
+    for algo in me_ls.ALGORITHMS:
+        config = pipeline.search_config(plan, algo)
+        module = pgame_ls if algo.startswith("pgame") else me_ls
+        state = trace(module.first_state, task, config, key=key)
+        assert state.repertoire.policies.layers[1].weight.shape == (1024, 256, 256)
+        after, counts = trace(partial(module.iterate, task, config, iteration=1), state, key=key)
+        assert jax.tree.map(lambda x: x.shape, after) == jax.tree.map(lambda x: x.shape, state)
+        assert counts["insertions"].shape == ()
 
-    import training
+    keys = jax.random.split(key, (task.zones, 40))
+    members = trace(me_ls.random_policies, task, (256, 256), keys[:, 0])
+    played = trace(partial(rollout, task, keys=keys, record="transitions"), members)
+    assert played.observations.shape == (task.zones, 40, 251, task.observation_size)
 
-    plan = pipeline.make_plan("paper", "halfcheetah-uni", [])
-    task = make_task(plan.task)
-    repertoire = eqx.filter_eval_shape(lambda: pipeline._empty(task, plan.search))
-    assert repertoire.policies.layers[1].weight.shape == (1024, 256, 256)
-    model = eqx.filter_eval_shape(training.make_model, task, plan.train, key=jax.random.key(0))
-    predicted = jax.eval_shape(
-        lambda model, *inputs: model(*inputs),
-        model,
-        jax.ShapeDtypeStruct((2,), "float32"),
-        jax.ShapeDtypeStruct((250, 17), "float32"),
-        jax.ShapeDtypeStruct((250, 6), "float32"),
-    )
-    assert predicted.shape == (250, 6)
+    model = trace(training.make_model, task, plan.train, key=key)
+    sizes = ((256, 2), (256, 250, task.observation_size), (256, 250, task.action_size))
+    batch = trace(lambda: qdt.Trajectory(*map(jnp.zeros, sizes)))
+    state = trace(qdt.initial_state, model)
+    after, loss = trace(qdt.train_step, state, batch, key)
+    assert jax.tree.map(lambda x: x.shape, after) == jax.tree.map(lambda x: x.shape, state)
+    assert loss.shape == ()
+
+    goals = jax.ShapeDtypeStruct((task.zones, 2), "float32")
+    asked = trace(partial(training.play, task, keys=keys[:, :10]), model, goals)
+    assert asked.descriptor.shape == (task.zones, 10, 2)
 
 
 def command(*arguments: str) -> list[str]:
@@ -213,7 +233,6 @@ def test_a_training_that_is_killed_and_resumed_ends_with_the_very_same_model(
 
 def test_a_dataset_of_another_task_is_refused(run: Path):
     import dataset
-    import training
 
     plan = pipeline.make_plan("tiny", "", ["task.length=20"])
     data = dataset.open_dataset(run / "dataset")
@@ -223,7 +242,6 @@ def test_a_dataset_of_another_task_is_refused(run: Path):
 
 def test_a_loss_that_is_not_a_number_stops_the_training(run: Path, tmp_path: Path):
     import dataset
-    import training
 
     lineage = pipeline.open_run(run)
     plan = pipeline.change_plan(lineage.plan, [*SMALL, "train.learning_rate=1e30"])
