@@ -56,7 +56,20 @@ class Experiment(StrEnum):
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 RunsArgument = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")]
-PresetOption = Annotated[PresetName, typer.Option(help="The sizes of everything.")]
+PresetOption = Annotated[
+    PresetName,
+    typer.Option(
+        help="The sizes of everything. tiny: point-omni, a minute; laptop: Halfcheetah or Ant, "
+        "shortened for two cores; paper: the paper's, for an accelerator."
+    ),
+]
+TaskOption = Annotated[
+    str,
+    typer.Option(
+        help="ant-omni, halfcheetah-uni, point-omni or any other in `envs.py`.",
+        show_default="the preset's own",
+    ),
+]
 SeedOption = Annotated[int, typer.Option(help="All randomness comes from it.")]
 SetOption = Annotated[
     list[str] | None,
@@ -65,17 +78,31 @@ SetOption = Annotated[
         metavar="STAGE.FIELD=VALUE",
         help="Any field of the stages task, search, dataset or train, such as search.cells=256. "
         "Can be repeated; `qdt run --dry-run` shows all fields.",
+        show_default="as in the preset",
     ),
 ]
 Distributed = Annotated[
     bool,
-    typer.Option("--distributed", help="Join a JAX cluster (SLURM and TPU pods are detected)."),
+    typer.Option(
+        "--distributed",
+        help="Join a JAX cluster (SLURM and TPU pods are detected).",
+        show_default="off",
+    ),
 ]
 Coordinator = Annotated[
-    str, typer.Option(metavar="HOST:PORT", help="Of process 0, where no cluster is detected.")
+    str,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Join a cluster that is not detected: the address of process 0.",
+        show_default="off",
+    ),
 ]
-NumProcesses = Annotated[int, typer.Option(help="With --coordinator: how many there are.")]
-ProcessId = Annotated[int, typer.Option(help="With --coordinator: which one this is, from 0.")]
+NumProcesses = Annotated[
+    int, typer.Option(help="With --coordinator: how many there are.", show_default=False)
+]
+ProcessId = Annotated[
+    int, typer.Option(help="With --coordinator: which one this is, from 0.", show_default=False)
+]
 
 
 def start_jax(
@@ -91,11 +118,14 @@ def start_jax(
 @app.command()
 def run(
     preset: PresetOption = PresetName.laptop,
-    task: Annotated[str, typer.Option(help="The preset's own if not given.")] = "",
+    task: TaskOption = "",
     seed: SeedOption = 0,
     out: Annotated[Path, typer.Option(help="Where the runs and the report go.")] = Path("runs/new"),
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan and an estimate, do nothing.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Print the plan and an estimate, do nothing.", show_default="off"
+        ),
     ] = False,
     set_: SetOption = None,
 ) -> None:
@@ -113,8 +143,14 @@ def run(
 @app.command()
 def search(
     out: Annotated[Path, typer.Option(help="The run directory; it continues if it is there.")],
-    task: Annotated[str, typer.Option(help="The preset's own if not given.")] = "",
-    algo: Annotated[Algo, typer.Option(help="The algorithm.")] = Algo.me_ls,
+    task: TaskOption = "",
+    algo: Annotated[
+        Algo,
+        typer.Option(
+            help="The algorithm: MAP-Elites, with several episodes (me-sampling), Low-Spread (me-ls), "
+            "or with policy gradients (pgame, pgame-ls)."
+        ),
+    ] = Algo.me_ls,
     preset: PresetOption = PresetName.laptop,
     seed: SeedOption = 0,
     set_: SetOption = None,
@@ -134,12 +170,22 @@ def search(
 @app.command()
 def dataset(
     run: RunArgument,
-    trajectories: Annotated[int, typer.Option(help="How many; 0: as the preset says.")] = 0,
+    trajectories: Annotated[
+        int | None, typer.Option(help="How many are stored.", show_default="the preset's number")
+    ] = None,
     naive: Annotated[
-        bool, typer.Option("--naive", help="All policies play, not the best of each zone.")
+        bool,
+        typer.Option(
+            "--naive", help="All policies play, not the best of each zone.", show_default="off"
+        ),
     ] = False,
     show: Annotated[
-        bool, typer.Option("--show", help="Draw the density of the dataset that is there.")
+        bool,
+        typer.Option(
+            "--show",
+            help="Only draw the density of the dataset that is there.",
+            show_default="off",
+        ),
     ] = False,
     set_: SetOption = None,
     distributed: Distributed = False,
@@ -156,7 +202,7 @@ def dataset(
     else:
         changes = [
             *(set_ or []),
-            *([f"dataset.trajectories={trajectories}"] if trajectories else []),
+            *([f"dataset.trajectories={trajectories}"] if trajectories is not None else []),
         ]
         pipeline.do_dataset(run, changes, naive)
 
@@ -165,7 +211,10 @@ def dataset(
 def train(
     run: RunArgument,
     prune: Annotated[Prune, typer.Option(help="Leave out a part of the dataset.")] = Prune.nothing,
-    naive: Annotated[bool, typer.Option("--naive", help="On the naive dataset.")] = False,
+    naive: Annotated[
+        bool,
+        typer.Option("--naive", help="Learn from the naive dataset.", show_default="off"),
+    ] = False,
     set_: SetOption = None,
     distributed: Distributed = False,
     coordinator: Coordinator = "",
@@ -181,7 +230,13 @@ def train(
 
 @app.command()
 def evaluate(
-    experiment: Annotated[Experiment, typer.Argument(help="Which experiment.")],
+    experiment: Annotated[
+        Experiment,
+        typer.Argument(
+            help="accuracy: table 1, figures 5 and 9; reproducibility: figures 2, 7 and 8; reassess: "
+            "table 2; generalize: figures 6 and 12; calibrate: ours."
+        ),
+    ],
     runs: RunsArgument,
 ) -> None:
     """An experiment of the paper on every run given: RUN/evaluation/EXPERIMENT.json; `report` draws."""
@@ -201,7 +256,10 @@ def act(
     episodes: Annotated[int, typer.Option(help="From as many random starts.")] = 5,
     seed: SeedOption = 0,
     html: Annotated[
-        Path | None, typer.Option(help="Also write a page that plays the episodes in 3D.")
+        Path | None,
+        typer.Option(
+            help="Also write a page that plays the episodes in 3D.", show_default="no page"
+        ),
     ] = None,
 ) -> None:
     """Behaviour on demand: the QDT plays towards a target."""

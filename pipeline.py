@@ -77,10 +77,13 @@ def presets() -> dict[str, dict[str, Plan]]:
     )  # fmt: skip
     halfcheetah = Plan(
         TaskConfig("halfcheetah-uni", length=100),
-        PGAMEConfig(steps=5_000_000, cells=128, batch=128, episodes=10, hidden=(64, 64)),
+        PGAMEConfig(
+            steps=5_000_000, cells=128, batch=128, episodes=10, hidden=(64, 64),
+            critic_hidden=(64, 64), td3_batch=64,
+        ),
         DatasetConfig(trajectories=4096, zones=25, typical=True),
         small_qdt,
-    )
+    )  # fmt: skip
     ant = replace(
         halfcheetah,
         task=TaskConfig("ant-omni", length=100, reach=4.0),
@@ -606,8 +609,9 @@ def print_plan(plan: Plan) -> None:
     )
     steps = plan.dataset.trajectories * task.length
     total += steps / speed
+    least = "at least " if plan.dataset.typical else ""  # the others are played and left out
     print(
-        f"dataset {plan.dataset.trajectories:>12,} trajectories {steps:>12,} steps, "
+        f"dataset {plan.dataset.trajectories:>12,} trajectories {least}{steps:>12,} steps, "
         f"{_size_text(datasets.bytes_on_disk(task, plan.dataset))} on disk "
         f"{time_text(steps / speed):>12}"
     )

@@ -60,8 +60,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        one, two = (steps_per_second(options.task, n, Path(place)) for n in (1, 2))
-    print(f"1 process   {one:>10,.0f} steps per second")
+        one = steps_per_second(options.task, 1, Path(place))
+        print(f"1 process   {one:>10,.0f} steps per second", flush=True)
+        two = steps_per_second(options.task, 2, Path(place))
     print(f"2 processes {two:>10,.0f} steps per second, efficiency {two / (2 * one):.2f}")
     if options.json:
         options.json.write_text(json.dumps({"1": one, "2": two}) + "\n")
