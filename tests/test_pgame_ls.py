@@ -362,7 +362,8 @@ class Place(PointOmni):
         return State(state.physics, seen, -envs.norm(way), state.descriptor, time)
 
 
-def test_the_greedy_actor_learns_what_random_search_does_not_find():
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_greedy_actor_learns_what_random_search_does_not_find(seed: int):
     """Both have the same steps. TD3 learns from its actor's episodes and those of noisy copies."""
     task = Place(TaskConfig("point-omni", length=50))
     config = PGAMEConfig(
@@ -375,9 +376,9 @@ def test_the_greedy_actor_learns_what_random_search_does_not_find():
         alone = jax.tree.map(lambda x: x[None], policy)
         return float(envs.rollout(task, alone, judged).fitness.mean())
 
-    state = envs.replicate(pgame_ls.first_state(task, config, key=jax.random.key(0)))
+    state = envs.replicate(pgame_ls.first_state(task, config, key=jax.random.key(seed)))
     td3, replay, best, found = state.td3, state.replay, -np.inf, None
-    for key in jax.random.split(jax.random.key(1), rounds):
+    for key in jax.random.split(jax.random.key(100 + seed), rounds):
         policy_key, play_key, train_key = jax.random.split(key, 3)
         random = me_ls.random_policies(task, config.hidden, jax.random.split(policy_key, 16))
         keys = jax.random.split(play_key, (16, 1))
