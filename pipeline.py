@@ -86,7 +86,7 @@ def presets() -> dict[str, dict[str, Plan]]:
     )  # fmt: skip
     ant = replace(
         halfcheetah,
-        task=TaskConfig("ant-omni", length=100, reach=4.0),
+        task=TaskConfig("ant-omni", length=50, reach=2.0),
         search=replace(halfcheetah.search, steps=10_000_000, cells=64),
     )
     return {
