@@ -65,7 +65,7 @@ def presets() -> dict[str, dict[str, Plan]]:
     """By preset and task; the first task of a preset is its own."""
     paper = Plan(TaskConfig(), PGAMEConfig(), DatasetConfig(), QDTConfig())
     tiny = Plan(
-        TaskConfig("point-omni", length=50),
+        TaskConfig("point-omni", length=30, reach=1.5),
         PGAMEConfig(steps=500_000, cells=64, batch=32, episodes=5, hidden=(32, 32)),
         DatasetConfig(trajectories=1024, zones=32),
         QDTConfig(layers=2, heads=2, width=32, batch_size=16, epochs=4),
