@@ -346,12 +346,12 @@ def build(
             stored += meta.shards[number].rows
             if progress:
                 progress.update(stored, diverged=sum(s.diverged for s in meta.shards))
-            if stored >= wanted:
-                break
             if runs.stop_requested():
                 raise runs.Stopped(
                     f"stopped after {stored} of {wanted} trajectories; the same command continues."
                 )
+            if stored >= wanted:
+                break
         if progress:
             progress.close()
         if path != finished and runs.is_writer():

@@ -59,7 +59,7 @@ def measure(goals: Float[Array, "goals d"], episodes: Episodes) -> Accuracy:
         distance = jnp.sqrt(jnp.sum((descriptor - goal) ** 2, axis=-1))
         return (
             jnp.mean(distance, where=~diverged),
-            spread(descriptor),
+            spread(descriptor, ~diverged),
             jnp.mean(fitness, where=~diverged),
         )
 
@@ -101,7 +101,7 @@ class Reassessment(NamedTuple):
     after: dict[str, float]
     repertoire: Repertoire  # the policies that found a place after re-evaluation
     spread: float  # mean over all policies of the repertoire, re-evaluated
-    descriptor: Float[Array, "cells episodes d"]  # of every cell's policy; NaN for an empty cell
+    descriptor: Float[Array, "cells episodes d"]  # NaN for an empty cell or a diverged episode
 
 
 def reassess(
@@ -116,6 +116,7 @@ def reassess(
     played = rollout(task, repertoire.policies, keys)
     offspring = characterise(RULES["me-ls"], repertoire.policies, played, repertoire.centroids)
     offspring = offspring._replace(valid=offspring.valid & repertoire.occupied)
+    sound = repertoire.occupied[:, None] & ~played.diverged
     empty = jax.tree.map(jnp.copy, repertoire)
     empty = eqx.tree_at(
         lambda r: (r.fitness, r.spread),
@@ -128,7 +129,7 @@ def reassess(
         _plain(repertoire_metrics(task, again)),
         again,
         float(jnp.mean(offspring.character.spread, where=offspring.valid)),
-        jnp.where(repertoire.occupied[:, None, None], played.descriptor, jnp.nan),
+        jnp.where(sound[..., None], played.descriptor, jnp.nan),
     )
 
 
@@ -237,7 +238,8 @@ def calibrate(
 
     found = jnp.clip(states.mean, low, high)
     both = jnp.stack([goals, found], axis=1)
-    nearer = jnp.argmin(mean_distance(both, 2 * trials, choice_key), axis=1)
+    distance = jnp.nan_to_num(mean_distance(both, 2 * trials, choice_key), nan=jnp.inf)
+    nearer = jnp.argmin(distance, axis=1)
     targets = both[jnp.arange(count), nearer]
     keys = jax.random.split(test_key, (count, EPISODES))
     return Calibration(

@@ -182,13 +182,15 @@ class Character(NamedTuple):
     spread: Float[Array, ""]
 
 
-def spread(descriptors: Float[Array, "episodes d"]) -> Float[Array, ""]:
-    """ψ of equation 1: mean distance over all pairs of episodes; 0 for a single episode."""
-    episodes = len(descriptors)
+def spread(
+    descriptors: Float[Array, "episodes d"], counted: Bool[Array, " episodes"] | None = None
+) -> Float[Array, ""]:
+    """ψ of equation 1: mean distance over all pairs of (counted) episodes; 0 for a single episode."""
+    counted = jnp.ones(len(descriptors), bool) if counted is None else counted
     difference = descriptors[:, None] - descriptors[None]
     distance = jnp.sqrt(jnp.sum(difference**2, axis=-1))
-    pairs = max(episodes * (episodes - 1) // 2, 1)
-    return jnp.sum(jnp.triu(distance, k=1)) / pairs
+    pairs = jnp.triu(counted[:, None] & counted[None], k=1)
+    return jnp.sum(distance, where=pairs) / jnp.maximum(pairs.sum(), 1)
 
 
 def most_frequent(cells: Int[Array, " episodes"]) -> Int[Array, ""]:
@@ -402,6 +404,10 @@ def propose(
 
 # --- the search -----------------------------------------------------------------------------------
 
+BEFORE_ALL = (
+    2**31 - 1
+)  # no iteration has this number: one tessellation per seed, for all algorithms
+
 
 @eqx.filter_jit
 def repertoire_metrics(task: Task, repertoire: Repertoire) -> dict[str, Array]:
@@ -440,7 +446,7 @@ def search(
     key = jax.random.key(seed)
     total = config.iterations(task)
     per_iteration = config.batch * config.episodes_played * task.length
-    state = first_state(task, config, key=jax.random.fold_in(key, total))
+    state = first_state(task, config, key=jax.random.fold_in(key, BEFORE_ALL))
     restored = stage.restore(state)
     start, state = restored if restored else (0, state)
     stage.rewind_metrics(before=start)
@@ -469,7 +475,7 @@ def search(
             if done == total or stopping or overdue:
                 stage.save_checkpoint(done, state)
                 saved_at = time.monotonic()
-            if stopping and done < total:
+            if stopping:
                 progress.close()
                 raise Stopped(
                     f"stopped after iteration {done} of {total}; the same command continues."

@@ -402,10 +402,10 @@ class PGAMEState(eqx.Module):
 
 
 def first_state(task: Task, config: PGAMEConfig, *, key: Key[Array, ""]) -> PGAMEState:
-    repertoire_key, td3_key = jax.random.split(key)
+    """The repertoire is that of `me_ls.py`: the same cells for all algorithms."""
     return PGAMEState(
-        me_ls.first_state(task, config, key=repertoire_key).repertoire,
-        first_td3(task, config, key=td3_key),
+        me_ls.first_state(task, config, key=key).repertoire,
+        first_td3(task, config, key=jax.random.fold_in(key, 1)),
         empty_replay(task, config.replay),
     )
 

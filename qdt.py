@@ -14,7 +14,7 @@ reads its other outputs. Dropout draws its noise from a hash inside the loop tha
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import equinox as eqx
 import jax
@@ -43,8 +43,8 @@ class QDTConfig:
     conditioning: Literal["every-step", "start", "to-go"] = "every-step"
     # Give descriptors and observations mean 0 and deviation 1. The paper feeds them raw.
     normalise: bool = False
-    # Trajectories per optimiser step, and how many of them one device holds at once. Only memory
-    # and speed depend on the latter: one at a time fits a CPU's cache, a GPU wants many.
+    # Trajectories per optimiser step, and how many of them one device holds at once at most. Only
+    # memory and speed depend on the latter: one at a time fits a CPU's cache, a GPU wants many.
     batch_size: int = 256
     micro_batch: int = 1
     # AdamW. The paper names no weight decay; this one is the Decision Transformer's. Muon, ours, moves
@@ -64,6 +64,26 @@ class QDTConfig:
     checkpoint_seconds: float = 120.0
     # Arithmetic of the matrix products and activations; weights are always kept in float32.
     precision: Literal["float32", "bfloat16"] = "float32"
+
+    def __post_init__(self) -> None:
+        counts = (
+            "layers", "heads", "width", "batch_size", "micro_batch", "epochs", "evaluate_every",
+            "goal_episodes",
+        )  # fmt: skip
+        for name in counts:
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        if self.width % self.heads:
+            raise UserError(
+                f"the width ({self.width}) must be a multiple of the heads ({self.heads})."
+            )
+        for name in ("dropout", "held_out"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"{name} must lie in [0, 1), it is {getattr(self, name)}.")
+        for name, kind in get_type_hints(type(self)).items():
+            if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
+                choices = ", ".join(get_args(kind))
+                raise UserError(f"{name} must be one of {choices}, not {getattr(self, name)}.")
 
 
 class Trajectory(eqx.Module):
@@ -298,11 +318,6 @@ class QDT(eqx.Module):
         steps: int,
         key: PRNGKeyArray,
     ):
-        if config.width % config.heads:
-            raise UserError(
-                f"The QDT's width ({config.width}) must be a multiple of its number of heads "
-                f"({config.heads})."
-            )
         width = config.width
         keys = jax.random.split(key, 6)
         self.embed_descriptor = Embedding(descriptor_size, width, key=keys[0])
@@ -490,10 +505,10 @@ def decayed(model: QDT) -> PyTree[bool]:
     return jax.tree.map(mark, model, is_leaf=lambda node: isinstance(node, Linear))
 
 
-def loss(
+def errors(
     model: QDT, batch: Trajectory, keys: Key[Array, " batch"] | None = None
-) -> Float[Array, ""]:
-    """Mean squared error over all steps of all trajectories; dropout is on if there are keys."""
+) -> Float[Array, " batch"]:
+    """Mean squared error over all steps of each trajectory; dropout is on if there are keys."""
 
     def error(trajectory, key):
         predicted = model(
@@ -505,7 +520,13 @@ def loss(
         )
         return jnp.mean((predicted - trajectory.actions) ** 2)
 
-    return jnp.mean(jax.vmap(error)(batch, keys))
+    return jax.vmap(error)(batch, keys)
+
+
+def loss(
+    model: QDT, batch: Trajectory, keys: Key[Array, " batch"] | None = None
+) -> Float[Array, ""]:
+    return jnp.mean(errors(model, batch, keys))
 
 
 def loss_and_gradient(
@@ -513,30 +534,40 @@ def loss_and_gradient(
 ) -> tuple[Float[Array, ""], QDT]:
     """`jax.value_and_grad(loss)` of a batch of any size, in the memory of one micro-batch a device.
 
-    Every device goes through its share of the batch, a micro-batch at a time, and adds up.
+    Every device goes through its share of the batch, a micro-batch at a time, and adds up. Where the
+    shares would not be equal, the last trajectory fills them up and counts for nothing.
     """
-    mesh = devices()
-    size, micro_batch = len(batch.actions), model.config.micro_batch
-    if size % (mesh.size * micro_batch):
-        raise UserError(
-            f"The batch ({size} trajectories) must be a multiple of the number of devices times "
-            f"the micro-batch ({mesh.size} x {micro_batch})."
-        )
-    parts = size // micro_batch
+    mesh, size = devices(), len(batch.actions)
+    micro_batch = min(model.config.micro_batch, -(-size // mesh.size))
+    row = mesh.size * micro_batch
+    padded = -(-size // row) * row
+    weight = (jnp.arange(padded) < size) / size
+    if padded > size:
+        index = jnp.minimum(jnp.arange(padded), size - 1)
+        batch, keys = jax.tree.map(lambda x: x[index], (batch, keys))
+
+    def weighted_loss(model, weight, batch, keys):
+        return jnp.sum(weight * errors(model, batch, keys))
 
     def on_device(model, *share):
         def add(total, part):
-            return jax.tree.map(jnp.add, total, jax.value_and_grad(loss)(model, *part)), None
+            return jax.tree.map(
+                jnp.add, total, jax.value_and_grad(weighted_loss)(model, *part)
+            ), None
 
         split = jax.tree.map(lambda x: x.reshape(-1, micro_batch, *x.shape[1:]), share)
         zero = jax.tree.map(jnp.zeros_like, (jnp.float32(0), model))
         total, _ = jax.lax.scan(add, zero, split)
-        return jax.tree.map(lambda x: jax.lax.psum(x, "device") / parts, total)
+        return jax.lax.psum(total, "device")
 
     split, whole = PartitionSpec("device"), PartitionSpec()
     return jax.shard_map(
-        on_device, mesh=mesh, in_specs=(whole, split, split), out_specs=whole, check_vma=False
-    )(model, batch, keys)
+        on_device,
+        mesh=mesh,
+        in_specs=(whole, split, split, split),
+        out_specs=whole,
+        check_vma=False,
+    )(model, weight, batch, keys)
 
 
 @jax.jit

@@ -31,6 +31,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 MAGIC = b"qdt-tree"
 FORMAT_VERSION = 1
@@ -61,7 +62,8 @@ def write_safely(path: Path) -> Iterator[BinaryIO]:
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}.") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def _sync_directory(directory: Path) -> None:
@@ -413,7 +415,9 @@ def finish_iteration_on_signal() -> Iterator[None]:
 
 
 def stop_requested() -> bool:
-    return bool(_signals_seen)
+    """Whether a signal was seen; of several processes, by any: all of them stop at the same place."""
+    seen = np.array(bool(_signals_seen))
+    return bool(seen if jax.process_count() == 1 else multihost_utils.process_allgather(seen).any())
 
 
 class Progress:

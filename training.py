@@ -169,7 +169,7 @@ def first_state(
             model,
             (scale_of(sample.descriptor), scale_of(sample.observations)),
         )
-    # Two copies in memory of their own: the training one is updated in place.
+    # The best model is a copy in memory of its own.
     copy = jax.tree.map(jnp.array, model)
     return TrainingState(initial_state(model), Best(copy, jnp.array(jnp.inf)), jnp.zeros(()))
 
@@ -255,8 +255,8 @@ def train(
                 row = {"iteration": i, "epoch": epoch, "loss": float(state.loss_sum) / per_epoch}
                 if not math.isfinite(row["loss"]):
                     raise UserError(
-                        f"the loss is not a number in epoch {epoch}: try a lower learning rate "
-                        "(--set train.learning_rate=...)."
+                        f"the loss is not a number in epoch {epoch}: remove {stage.directory} and "
+                        "train with a lower rate (--set train.learning_rate=...)."
                     )
                 seconds = time.monotonic() - began
                 row["trajectories_per_second"] = per_epoch * config.batch_size / seconds
@@ -276,8 +276,10 @@ def train(
             if done == total or stopping or time.monotonic() - saved_at > config.checkpoint_seconds:
                 stage.save_checkpoint(done, state)
                 saved_at = time.monotonic()
-            if stopping and done < total:
+            if stopping:
                 progress.close()
                 raise Stopped(f"stopped after step {done} of {total}; the same command continues.")
     progress.close()
+    if not math.isfinite(state.best.distance):
+        raise UserError("all episodes of the QDT diverged in every evaluation; no model is kept.")
     return state.best.model

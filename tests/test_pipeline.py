@@ -189,9 +189,11 @@ def test_help_answers_at_once_and_mistakes_exit_with_one_sentence(tmp_path: Path
     done = subprocess.run(command("--help"), capture_output=True, text=True)
     assert done.returncode == 0 and "search" in done.stdout
     assert time.monotonic() - began < 10  # a loaded machine; without JAX it takes a tenth of this
-    done = subprocess.run(command("show", str(tmp_path)), capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr.startswith("qdt: ") and done.stderr.count("\n") == 1
+    wrong = ("run", "--dry-run", "--set", "train.optimiser=sgd")
+    for arguments in (("show", str(tmp_path)), wrong):
+        done = subprocess.run(command(*arguments), capture_output=True, text=True)
+        assert done.returncode == 1
+        assert done.stderr.startswith("qdt: ") and done.stderr.count("\n") == 1
 
 
 TRAIN_AND_DIE = """
