@@ -347,7 +347,7 @@ def test_a_search_runs_to_its_budget(point, config, tmp_path, algo):
     stage = Stage(tmp_path, dataclasses.asdict(config))
     found = me_ls.search(point, config, 0, stage, pgame_ls.first_state, pgame_ls.iterate)
     assert found.occupied.sum() > 1
-    assert (np.asarray(found.spread)[np.asarray(found.occupied)] > 0).all() == (algo == "pgame-ls")
+    assert (np.asarray(found.spread)[np.asarray(found.occupied)] > 0).any() == (algo == "pgame-ls")
 
 
 class Place(PointOmni):
