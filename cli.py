@@ -70,7 +70,9 @@ TaskOption = Annotated[
         show_default="the preset's own",
     ),
 ]
-SeedOption = Annotated[int, typer.Option(help="All randomness comes from it.")]
+SeedOption = Annotated[
+    int, typer.Option(help="All randomness comes from it.", min=0, max=2**31 - 1)
+]
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -109,8 +111,11 @@ def start_jax(
     distributed: bool = False, coordinator: str = "", num_processes: int = 0, process_id: int = -1
 ) -> None:
     from envs import join_cluster, prepare_jax
+    from runs import UserError
 
     prepare_jax()
+    if not coordinator and (num_processes, process_id) != (0, -1):
+        raise UserError("--num-processes and --process-id go with --coordinator HOST:PORT.")
     if distributed or coordinator:
         join_cluster(coordinator, num_processes, process_id)
 

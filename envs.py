@@ -416,7 +416,9 @@ def play_episode(
 
 def prepare_jax(cache: bool = True) -> None:
     """To be called before JAX computes anything: one CPU device per core, and a compilation cache."""
-    jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
+    on_linux = hasattr(os, "sched_getaffinity")  # it knows which cores this process may use
+    cores = len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
+    jax.config.update("jax_num_cpu_devices", cores)
     if cache:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(home / "quality-diversity-transformer"))

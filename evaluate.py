@@ -260,6 +260,7 @@ class Film(NamedTuple):
     rotation: Float[Array, "time bodies 4"]
     path: Float[Array, "time d"]
     contact: Bool[Array, "time feet"]
+    reward: Float[Array, " time"]
 
 
 @eqx.filter_jit
@@ -271,7 +272,8 @@ def film(task: Task, policy: Policy, keys: Key[Array, " episodes"]) -> Film:
             state, memory = carry
             action, memory = policy.act(memory, state)
             state = task.step(state, jnp.clip(action, -1.0, 1.0))
-            return (state, memory), Film(*task.pose(state), state.descriptor, task.touching(state))
+            frame = Film(*task.pose(state), state.descriptor, task.touching(state), state.reward)
+            return (state, memory), frame
 
         start = task.reset(key)
         return jax.lax.scan(step, (start, policy.start()), length=task.length)[1]

@@ -411,9 +411,10 @@ BEFORE_ALL = (
 
 @eqx.filter_jit
 def repertoire_metrics(task: Task, repertoire: Repertoire) -> dict[str, Array]:
-    """Coverage, maximum fitness and QD score as the paper's figure 10 has them.
+    """Coverage, maximum fitness and QD score, as in the paper's figure 10.
 
     The QD score adds up fitness − worst possible fitness, so that every further cell makes it grow.
+    The maximum is over the repertoire; the paper's is over everything ever evaluated, kept or not.
     """
     occupied = repertoire.occupied
     above_worst = jnp.maximum(repertoire.fitness - task.length * task.worst_reward, 0)

@@ -74,7 +74,9 @@ class PGAMEConfig(SearchConfig):
             )
         if not 0 <= self.discount < 1:
             raise UserError(f"discount must lie in [0, 1), it is {self.discount}.")
-        if self.by_gradient < 1 or self.by_variation < 1:
+        if not 0 <= self.gradient_share <= 1:
+            raise UserError(f"gradient_share must lie in [0, 1], it is {self.gradient_share}.")
+        if self.algo.startswith("pgame") and min(self.by_gradient, self.by_variation) < 1:
             raise UserError(
                 f"a batch of {self.batch} with gradient_share {self.gradient_share} does not hold "
                 "the greedy actor, one offspring by gradient and one by iso+line: a batch of 4 with "

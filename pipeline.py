@@ -34,12 +34,12 @@ from me_ls import Repertoire, SearchConfig
 from pgame_ls import PGAMEConfig
 from qdt import QDT, QDTConfig, Trajectory, initial_state, train_step
 from runs import (
-    Stage,
     UserError,
     is_writer,
     load_tree,
     lock,
     make_config,
+    open_stage,
     read_json,
     save_tree,
     time_text,
@@ -55,7 +55,7 @@ class Plan:
     """The configuration of every stage."""
 
     task: TaskConfig
-    search: PGAMEConfig  # `me*` algorithms read only the fields of SearchConfig
+    search: PGAMEConfig  # the fields of all algorithms; `search_config` takes one's own
     dataset: DatasetConfig
     train: QDTConfig
     preset: str = ""
@@ -63,10 +63,10 @@ class Plan:
 
 def presets() -> dict[str, dict[str, Plan]]:
     """By preset and task; the first task of a preset is its own."""
-    paper = Plan(TaskConfig(), PGAMEConfig(), DatasetConfig(), QDTConfig())
+    paper = Plan(TaskConfig(), PGAMEConfig(algo="me"), DatasetConfig(), QDTConfig())
     tiny = Plan(
         TaskConfig("point-omni", length=30, reach=1.5),
-        PGAMEConfig(steps=500_000, cells=64, batch=32, episodes=5, hidden=(32, 32)),
+        replace(paper.search, steps=500_000, cells=64, batch=32, episodes=5, hidden=(32, 32)),
         DatasetConfig(trajectories=1024, zones=32),
         QDTConfig(layers=2, heads=2, width=32, batch_size=16, epochs=4),
     )
@@ -77,8 +77,8 @@ def presets() -> dict[str, dict[str, Plan]]:
     )  # fmt: skip
     halfcheetah = Plan(
         TaskConfig("halfcheetah-uni", length=100),
-        PGAMEConfig(
-            steps=5_000_000, cells=128, batch=128, episodes=10, hidden=(64, 64),
+        replace(
+            paper.search, steps=5_000_000, cells=128, batch=128, episodes=10, hidden=(64, 64),
             critic_hidden=(64, 64), td3_batch=64,
         ),
         DatasetConfig(trajectories=4096, zones=25, typical=True),
@@ -174,7 +174,8 @@ def open_run(directory: Path) -> Lineage:
         config = stored["config"]
         preset, seed, algo = config["preset"], config["seed"], config["search"]["algo"]
         task = make_config(TaskConfig, config["task"])
-        known = isinstance(seed, int) and preset in presets() and algo in me_ls.RULES
+        known = isinstance(seed, int) and 0 <= seed < 2**31
+        known = known and preset in presets() and algo in me_ls.RULES
     except (KeyError, TypeError):
         known = False
     if not known:
@@ -195,9 +196,8 @@ def tell(text: str) -> None:
 
 def do_search(directory: Path, plan: Plan, algo: str, seed: int) -> Lineage:
     task, config = make_task(plan.task), search_config(plan, algo)
-    with lock(directory):
-        about = {"preset": plan.preset, "task": plan.task, "search": config, "seed": seed}
-        stage = Stage(directory / "search", about)
+    about = {"preset": plan.preset, "task": plan.task, "search": config, "seed": seed}
+    with lock(directory), open_stage(directory / "search", about) as stage:
         path = stage.directory / "repertoire.qdt"
         if path.exists():
             tell(f"{algo}: the search in {directory} is finished.")
@@ -216,10 +216,12 @@ def do_search(directory: Path, plan: Plan, algo: str, seed: int) -> Lineage:
 
 def do_dataset(directory: Path, changes: list[str], naive: bool) -> datasets.Dataset:
     lineage = open_run(directory)
-    config = replace(change_plan(lineage.plan, changes).dataset, naive=naive)
-    with lock(directory):
-        about = {"dataset": config, "seed": lineage.seed}
-        stage = Stage(directory / ("dataset-naive" if naive else "dataset"), about)
+    config = change_plan(lineage.plan, changes).dataset
+    if naive:  # all policies play, and all that they play is stored
+        config = replace(config, naive=True, typical=False)
+    about = {"dataset": config, "seed": lineage.seed}
+    name = "dataset-naive" if naive else "dataset"
+    with lock(directory), open_stage(directory / name, about) as stage:
         tell(f"dataset: {config.trajectories:,} trajectories of {lineage.task.length} steps.")
         return datasets.build(lineage.task, lineage.repertoire(), config, lineage.seed, stage)
 
@@ -236,8 +238,8 @@ def do_train(directory: Path, changes: list[str], naive: bool, prune: str) -> QD
     config = change_plan(lineage.plan, changes).train
     data = open_dataset(lineage, naive)
     name = "-".join(["qdt", *(["naive"] if naive else []), *([prune] if prune else [])])
-    with lock(directory):
-        stage = Stage(directory / name, {"train": config, "prune": prune, "seed": lineage.seed})
+    about = {"train": config, "prune": prune, "seed": lineage.seed}
+    with lock(directory), open_stage(directory / name, about) as stage:
         path = stage.directory / "model.qdt"
         if path.exists():
             tell(f"{name}: the training in {directory} is finished.")
@@ -255,13 +257,17 @@ def load_model(lineage: Lineage, name: str = "qdt") -> QDT:
     path = directory / "model.qdt"
     if not path.exists():
         raise UserError(f"{lineage.directory} has no trained {name}; `qdt train` makes one.")
-    stored = read_json(directory / "config.json")
-    try:
-        config = make_config(QDTConfig, stored["config"]["train"])
-    except (KeyError, TypeError):
-        raise UserError(f"{directory / 'config.json'} is not the config of a training.") from None
+    config = trained_config(lineage, name)
     like = eqx.filter_eval_shape(training.make_model, lineage.task, config, key=jax.random.key(0))
     return replicate(load_tree(path, like)[0])
+
+
+def trained_config(lineage: Lineage, name: str = "qdt") -> QDTConfig:
+    path = lineage.directory / name / "config.json"
+    try:
+        return make_config(QDTConfig, read_json(path)["config"]["train"])
+    except (KeyError, TypeError):
+        raise UserError(f"{path} is not the config of a training.") from None
 
 
 def models(lineage: Lineage) -> dict[str, QDT]:
@@ -335,9 +341,9 @@ EVALUATION_SEED = 0xE7A1  # apart from everything that a search, a dataset or a 
 
 
 def do_evaluate(experiment: str, directory: Path) -> dict[str, Any]:
-    """Runs an experiment, unless its result is there, and writes RUN/evaluation/EXPERIMENT.json."""
+    """Runs an experiment and writes RUN/evaluation/EXPERIMENT.json."""
     lineage = open_run(directory)
-    path = directory / "evaluation" / f"{experiment}.json"
+    path = result_path(directory, experiment)
     experiments = {
         "accuracy": evaluate_accuracy,
         "reproducibility": evaluate_reproducibility,
@@ -347,11 +353,21 @@ def do_evaluate(experiment: str, directory: Path) -> dict[str, Any]:
     }
     key = jax.random.fold_in(jax.random.key(lineage.seed), EVALUATION_SEED)
     result = experiments[experiment](lineage, key)
-    path.parent.mkdir(exist_ok=True)
     write_json(path, result)
     for line in summary(experiment, result):
         tell(f"{lineage.algo}, {line}")
     return result
+
+
+def result_path(directory: Path, experiment: str) -> Path:
+    return directory / "evaluation" / f"{experiment}.json"
+
+
+def is_evaluated(directory: Path, experiment: str) -> bool:
+    """Whether the result is there and newer than the repertoire and every QDT of the run."""
+    path = result_path(directory, experiment)
+    inputs = [directory / "search" / "repertoire.qdt", *directory.glob("qdt*/model.qdt")]
+    return path.exists() and path.stat().st_mtime > max(p.stat().st_mtime for p in inputs)
 
 
 def goals_of(lineage: Lineage) -> jax.Array:
@@ -408,12 +424,15 @@ def evaluate_calibration(lineage: Lineage, key: jax.Array) -> dict[str, Any]:
 
 
 def evaluate_generalization(lineage: Lineage, key: jax.Array) -> dict[str, Any]:
-    """QDTs on pruned datasets, trained here where they are missing."""
+    """QDTs on pruned datasets, trained here where they are missing, as the run's own QDT was."""
     task, goals, data = lineage.task, goals_of(lineage), open_dataset(lineage)
+    trained = (lineage.directory / "qdt" / "config.json").exists()
+    config = trained_config(lineage) if trained else lineage.plan.train
+    changes = [f"train.{n}={v}" for n, v in _changes(config)]
     keys = jax.random.split(key, (len(goals), evaluate.EPISODES))
     result = {}
     for how in ("", *datasets.PRUNINGS):
-        model = do_train(lineage.directory, [], naive=False, prune=how)
+        model = do_train(lineage.directory, changes, naive=False, prune=how)
         view = datasets.prune(data, how, seed=lineage.seed) if how else None
         counts, _ = datasets.density(data, view=view)
         measured = evaluate.measure(goals, training.play(task, model, goals, keys))
@@ -468,30 +487,26 @@ def do_act(directory: Path, text: str, episodes: int, seed: int, page: Path | No
     target = parse_target(text, task)
     if episodes < 1:
         raise UserError(f"at least one episode has to be played, not {episodes}.")
-    keys = jax.random.split(jax.random.key(seed), (1, episodes))
-    played = training.play(task, model, target[None], keys)
-    result = evaluate.measure(target[None], played)
-    for i, (reached, fitness) in enumerate(
-        zip(played.descriptor[0], played.fitness[0], strict=True)
-    ):
-        place = " ".join(f"{x:.3f}" for x in reached)
-        far = float(jnp.linalg.norm(reached - target))
-        print(f"start {i + 1}: reached {place}, distance {far:.3f}, fitness {float(fitness):.1f}")
-    print(f"mean distance {float(result.distance[0]):.3f}, spread {float(result.spread[0]):.3f}")
+    keys = jax.random.split(jax.random.key(seed), episodes)
+    film = evaluate.film(task, training.Conditioned(model, target), keys)
+    reached, fitness = film.path[:, -1], film.reward.sum(axis=1)
+    far = jnp.linalg.norm(reached - target, axis=1)
+    for i in range(episodes):
+        place = " ".join(f"{x:.3f}" for x in reached[i])
+        print(f"start {i + 1}: reached {place}, distance {far[i]:.3f}, fitness {fitness[i]:.1f}")
+    print(f"mean distance {far.mean():.3f}, spread {me_ls.spread(reached):.3f}")
     if page is not None:
-        write_page(page, lineage, training.Conditioned(model, target), target, keys[0])
+        write_page(page, lineage, film, target)
         print(f"{page} plays the episodes.")
 
 
-def write_page(
-    path: Path, lineage: Lineage, policy: training.Conditioned, target: jax.Array, keys: jax.Array
-) -> None:
+def write_page(path: Path, lineage: Lineage, film: evaluate.Film, target: jax.Array) -> None:
     task: Any = lineage.task
     name = lineage.plan.task.task
-    film = jax.tree.map(np.asarray, evaluate.film(task, policy, keys))
+    frames = jax.tree.map(np.asarray, film[:4])
     playbacks = [
         viewer.Playback(position, rotation, path, contact if contact.shape[1] else None)
-        for position, rotation, path, contact in zip(*film, strict=True)
+        for position, rotation, path, contact in zip(*frames, strict=True)
     ]
     if isinstance(task, UniTask):
         scene = viewer.scene_from_brax(task.env.sys, task.feet)
@@ -500,15 +515,11 @@ def write_page(
     else:
         scene = viewer.point_scene(0.02 * (task.high[0] - task.low[0]))
     kind = "uni" if isinstance(task, UniTask) else "omni"
-    text = viewer.page(
-        f"{name}: behaviour on demand",
-        scene,
-        playbacks,
-        np.asarray(target),
-        (task.low, task.high),
-        kind,
-        task.dt,
-    )
+    title, bounds = f"{name}: behaviour on demand", (task.low, task.high)
+    try:
+        text = viewer.page(title, scene, playbacks, np.asarray(target), bounds, kind, task.dt)
+    except ValueError as error:  # an episode that diverged
+        raise UserError(f"{path} is not written. {error}") from None
     with write_safely(path) as file:
         file.write(text.encode())
 
@@ -542,10 +553,11 @@ def run_all(plan: Plan, seed: int, out: Path) -> None:
     stage(
         5, "Experiments", "every goal is asked for, ten episodes each; policies are played again."
     )
-    for directory in (baseline, ours):
-        for experiment in ("reassess", "accuracy", "reproducibility"):
+    experiments = ("reassess", "accuracy", "reproducibility")
+    todo = [(name, run) for run in (baseline, ours) for name in experiments]
+    for experiment, directory in [*todo, ("calibrate", ours)]:
+        if not is_evaluated(directory, experiment):
             do_evaluate(experiment, directory)
-    do_evaluate("calibrate", ours)
     stage(6, "Report", "tables and figures beside the paper's.")
     page = write_report([baseline, ours], out / "report")
     times[-1] = (times[-1][0], time.monotonic() - times[-1][1])

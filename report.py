@@ -267,13 +267,16 @@ def figures(task_name: str, runs: Sequence[Found]) -> dict[str, tuple[str, Figur
         return drawn
     maps = {}
     for method, run in first.items():
+        if not (run.lineage.directory / "search" / "repertoire.qdt").exists():
+            continue  # the search goes on, or only its numbers were kept
         repertoire = run.lineage.repertoire()
         values = np.where(repertoire.occupied, repertoire.fitness, np.nan)
         maps[method] = (repertoire.centroids, values)
-    drawn["coverage"] = (
-        "Coverage maps: fitness of the policy in each cell (figure 11).",
-        plots.cell_maps(maps, *space, "fitness"),
-    )
+    if maps:
+        drawn["coverage"] = (
+            "Coverage maps: fitness of the policy in each cell (figure 11).",
+            plots.cell_maps(maps, *space, "fitness"),
+        )
     panels = {name: (r[0]["goals"], r[0]["distance"]) for name, r in accuracies(runs).items()}
     if panels:
         drawn["accuracy"] = (

@@ -51,8 +51,11 @@ class UserError(Exception):
 @contextlib.contextmanager
 def write_safely(path: Path) -> Iterator[BinaryIO]:
     """Opens a temporary neighbour of `path` that takes its name once it is completely on disk."""
+    if not path.name:
+        raise UserError(f"{path} is a directory, not the name of a file.")
     temporary = path.with_name(f".{path.name}.partial")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:
             yield file
             file.flush()
@@ -285,6 +288,19 @@ class Stage:
             if match := re.fullmatch(r"checkpoint-(\d+)\.qdt", path.name):
                 found.append((int(match[1]), path))
         return sorted(found, reverse=True)
+
+
+@contextlib.contextmanager
+def open_stage(directory: Path, config: dict[str, Any]) -> Iterator[Stage]:
+    """A stage to work in. If a mistake ends the work before it began, its config is forgotten again."""
+    stage = Stage(directory, config)
+    try:
+        yield stage
+    except UserError:
+        made = (p.name for p in directory.iterdir() if not p.name.startswith("."))
+        if is_writer() and list(made) == ["config.json"]:
+            (directory / "config.json").unlink()
+        raise
 
 
 def _refuse_difference(directory: Path, stored: dict, asked: dict) -> None:

@@ -1,6 +1,6 @@
 """How fast the QDT trains and decodes, and how much memory training takes, all in one run.
 
-    python benchmarks/qdt.py --json FILE [--torch-python PY]
+    python benchmarks/qdt.py [--json FILE] [--torch-python PY]
 
 PY is a Python with torch and transformers, in which this file runs again to time Hugging Face's
 DecisionTransformerModel on the same sizes, batch and dropout. Ours and theirs take turns with the
@@ -255,7 +255,7 @@ def measure_memory() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, required=True, help="where to write the numbers")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     parser.add_argument("--torch-python", help="a Python with torch and transformers")
     parser.add_argument("--serve-torch", choices=MODELS, help=argparse.SUPPRESS)
     parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
@@ -280,8 +280,10 @@ def main() -> None:
     command = [sys.executable, __file__, "--memory"]
     memory = subprocess.run(command, check=True, capture_output=True, text=True)
     numbers["train_peak_gib_paper_batch_256"] = float(memory.stdout)
-    arguments.json.write_text(json.dumps(numbers, indent=2) + "\n")
-    print(json.dumps(numbers, indent=2))
+    text = json.dumps(numbers, indent=2)
+    print(text)
+    if arguments.json:
+        arguments.json.write_text(text + "\n")
 
 
 if __name__ == "__main__":

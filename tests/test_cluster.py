@@ -92,6 +92,21 @@ def test_two_processes_are_one_with_as_many_devices(tmp_path: Path):
 
 
 @pytest.mark.faults
+def test_all_processes_stop_where_one_of_them_is_asked_to(tmp_path: Path):
+    arguments = ("search", "--preset", "tiny", "--out", tmp_path, "--set", "search.steps=4000000")
+    processes = start_two(*arguments)
+    metrics, deadline = tmp_path / "search" / "metrics.jsonl", time.monotonic() + 120
+    while not metrics.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    processes[1].send_signal(signal.SIGTERM)
+    for process in processes:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 130, errors
+        assert "the same command continues" in errors.splitlines()[-1]
+    assert list(tmp_path.glob("search/checkpoint-*.qdt"))
+
+
+@pytest.mark.faults
 @pytest.mark.parametrize("killed", [0, 1])
 def test_where_one_process_dies_the_other_ends_and_the_run_goes_on(tmp_path: Path, killed: int):
     """The survivor is told by its broken connection, or at the latest by the missing heartbeat.

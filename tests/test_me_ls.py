@@ -595,7 +595,8 @@ def test_the_same_seed_gives_the_same_search_and_another_one_does_not(
 def test_a_search_that_is_stopped_goes_on_as_if_it_had_not_been(
     undisturbed: Undisturbed, point: Task, tmp_path: Path
 ) -> None:
-    for i in (0, 3):
+    last = undisturbed.config.iterations(point) - 1  # even then: whatever comes next does not begin
+    for i in (0, 3, last):
         with pytest.raises(Stopped, match=f"stopped after iteration {i + 1} of"):
             search(point, undisturbed.config, 7, Stage(tmp_path, {}), iterate=stop_at(i))
     resumed = search(point, undisturbed.config, 7, Stage(tmp_path, {}))

@@ -105,6 +105,24 @@ def test_another_config_on_the_same_run_is_refused_with_the_difference(run: Path
         pipeline.do_search(run, plan, "me-ls", seed=0)
 
 
+def test_a_mistake_does_not_stick(run: Path, tmp_path: Path):
+    """A setting that is refused before anything was made can be corrected in the same place."""
+    (tmp_path / "search").symlink_to(run / "search")
+    with pytest.raises(UserError, match="too few"):
+        pipeline.do_dataset(tmp_path, ["dataset.trajectories=3"], naive=False)
+    assert len(pipeline.do_dataset(tmp_path, ["dataset.trajectories=64"], naive=False)) == 64
+    with pytest.raises(UserError, match="do not fill a batch"):
+        pipeline.do_train(tmp_path, ["train.batch_size=1000"], naive=False, prune="")
+    assert not (tmp_path / "qdt" / "config.json").exists()
+
+
+def test_an_experiment_is_done_again_only_for_a_newer_model(run: Path):
+    pipeline.do_evaluate("reassess", run)
+    assert pipeline.is_evaluated(run, "reassess") and not pipeline.is_evaluated(run, "calibrate")
+    (run / "qdt" / "model.qdt").touch()
+    assert not pipeline.is_evaluated(run, "reassess")
+
+
 def test_a_model_of_another_configuration_is_refused(run: Path, tmp_path: Path):
     lineage = pipeline.open_run(run)
     other = tmp_path / "qdt"
