@@ -324,9 +324,10 @@ def main() -> None:
     """Runs a command; what the user can put right is one sentence and exit code 1."""
     try:
         app(join_target(sys.argv[1:]), prog_name="qdt")
-    except KeyboardInterrupt:
-        print("interrupted; what was on disk stays as it is.", file=sys.stderr)
-        sys.exit(130)
+    except SystemExit as end:
+        if end.code == 130:  # Ctrl-C between two stages
+            print("qdt: interrupted; what was on disk stays as it is.", file=sys.stderr)
+        raise
     except Exception as error:
         from runs import Stopped, UserError, is_lost_process
 

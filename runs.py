@@ -387,7 +387,9 @@ def is_writer() -> bool:
 
 def is_lost_process(error: Exception) -> bool:
     """Whether an error of JAX, in one of several processes, is the end of another one."""
-    return isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1
+    if not isinstance(error, jax.errors.JaxRuntimeError) or jax.process_count() == 1:
+        return False
+    return "RESOURCE_EXHAUSTED" not in str(error)  # out of memory is this one's own trouble
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ Everything here runs on `point-omni`, through the code paths of every other task
 """
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -212,6 +213,20 @@ def test_help_answers_at_once_and_mistakes_exit_with_one_sentence(tmp_path: Path
         done = subprocess.run(command(*arguments), capture_output=True, text=True)
         assert done.returncode == 1
         assert done.stderr.startswith("qdt: ") and done.stderr.count("\n") == 1
+
+
+def test_ctrl_c_is_one_line_wherever_it_comes(tmp_path: Path):
+    arguments = command("run", "--preset", "tiny", "--out", str(tmp_path))
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    while "[1/6]" not in process.stdout.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    last = errors.splitlines()[-1]
+    assert last.startswith("qdt: ") and ("interrupted" in last or "continues" in last)
+    assert "Traceback" not in errors
 
 
 TRAIN_AND_DIE = """
