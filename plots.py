@@ -113,10 +113,13 @@ def cell_maps(
     drawn = {t: (np.asarray(c, float), np.asarray(v, float)) for t, (c, v) in panels.items()}
     limits = _shared_limits([values for _, values in drawn.values()])
     limits = (0.0, limits[1]) if from_zero else limits
-    figure, axes = _panels(len(drawn))
+    columns = min(len(drawn), 4)
+    figure, axes = _panels(columns, rows=-(-len(drawn) // columns))
+    for ax in axes.flat[len(drawn) :]:
+        ax.set_axis_off()
     colours = "viridis" if lighter_is == "high" else "viridis_r"
     image: Any = None
-    for ax, (title, (centroids, values)) in zip(axes[0], drawn.items(), strict=True):
+    for ax, (title, (centroids, values)) in zip(axes.flat, drawn.items(), strict=False):
         values = np.where(np.isfinite(values), values, np.nan)
         image = _draw_cells(ax, centroids, values, low, high, limits, colours, borders)
         _frame(ax, low, high, names)
