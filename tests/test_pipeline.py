@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import cli
+import dataset
 import me_ls
 import pgame_ls
 import pipeline
@@ -115,6 +116,20 @@ def test_a_mistake_does_not_stick(run: Path, tmp_path: Path):
     with pytest.raises(UserError, match="do not fill a batch"):
         pipeline.do_train(tmp_path, ["train.batch_size=1000"], naive=False, prune="")
     assert not (tmp_path / "qdt" / "config.json").exists()
+
+
+def test_generalization_trains_a_qdt_like_the_runs_own_on_each_pruned_dataset(
+    run: Path, tmp_path: Path
+):
+    from report import write_report
+
+    result = pipeline.do_evaluate("generalize", run)
+    assert set(result) == {"all", *dataset.PRUNINGS}
+    assert np.sum(result["density-10"]["density"]) < 0.2 * np.sum(result["all"]["density"])
+    lineage = pipeline.open_run(run)
+    assert pipeline.trained_config(lineage, "qdt-tiles") == pipeline.trained_config(lineage)
+    write_report([run], tmp_path)
+    assert (tmp_path / "generalization-me-ls-point-omni.png").exists()
 
 
 def test_an_experiment_is_done_again_only_for_a_newer_model(run: Path):
@@ -267,8 +282,6 @@ def test_a_training_that_is_killed_and_resumed_ends_with_the_very_same_model(
 
 
 def test_a_dataset_of_another_task_is_refused(run: Path):
-    import dataset
-
     plan = pipeline.make_plan("tiny", "", ["task.length=20"])
     data = dataset.open_dataset(run / "dataset")
     with pytest.raises(UserError, match="another task"):
@@ -276,8 +289,6 @@ def test_a_dataset_of_another_task_is_refused(run: Path):
 
 
 def test_a_loss_that_is_not_a_number_stops_the_training(run: Path, tmp_path: Path):
-    import dataset
-
     lineage = pipeline.open_run(run)
     plan = pipeline.change_plan(lineage.plan, [*SMALL, "train.learning_rate=1e30"])
     data = dataset.open_dataset(run / "dataset")
