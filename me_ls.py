@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from envs import Episodes, State, Task, replicate, rollout
+from envs import Episodes, State, Task, devices, replicate, rollout
 from runs import Progress, Stage, Stopped, UserError, finish_iteration_on_signal, stop_requested
 
 ALGORITHMS = ("me", "me-sampling", "me-ls", "pgame", "pgame-ls")
@@ -328,9 +329,14 @@ def vary(
     iso_keys = jax.tree.unflatten(structure, list(jax.random.split(iso_key, len(leaves))))
     along = line_sigma * jax.random.normal(line_key, (count,))
 
+    # Drawing the noise is most of the work: each device draws a share, where shares are equal.
+    shared = PartitionSpec("device" if count % devices().size == 0 else None)
+
     def mix(x: Array, y: Array, key: Key[Array, ""]) -> Array:
         noise = iso_sigma * jax.random.normal(key, x.shape)
-        return x + noise + jnp.expand_dims(along, range(1, x.ndim)) * (y - x)
+        noise = jax.lax.with_sharding_constraint(noise, NamedSharding(devices(), shared))
+        varied = x + noise + jnp.expand_dims(along, range(1, x.ndim)) * (y - x)
+        return jax.lax.with_sharding_constraint(varied, NamedSharding(devices(), PartitionSpec()))
 
     return jax.tree.map(mix, x, y, iso_keys)
 
