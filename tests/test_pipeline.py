@@ -231,14 +231,10 @@ def test_help_answers_at_once_and_mistakes_exit_with_one_sentence(tmp_path: Path
 
 
 def test_ctrl_c_is_one_line_wherever_it_comes(tmp_path: Path):
-    arguments = command("run", "--preset", "tiny", "--out", str(tmp_path))
-    process = subprocess.Popen(
-        arguments,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # as in a terminal
-    )
+    listen = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    as_in_a_terminal = [sys.executable, "-c", listen + "os.execv(sys.argv[1], sys.argv[1:])"]
+    arguments = [*as_in_a_terminal, *command("run", "--preset", "tiny", "--out", str(tmp_path))]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     while "[1/6]" not in process.stdout.readline():
         pass
