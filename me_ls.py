@@ -349,14 +349,21 @@ def select(repertoire: Repertoire, count: int, *, key: Key[Array, ""]) -> MLP:
     return jax.tree.map(lambda x: x[chosen], repertoire.policies)
 
 
-@eqx.filter_jit
 def characterise(
     rule: Rule, policies: MLP, episodes: Episodes, centroids: Float[Array, "cells d"]
 ) -> Offspring:
-    """Sums up the episodes of a batch."""
-    sum_up = jax.vmap(rule.characterise, in_axes=(0, 0, None))
-    character = sum_up(episodes.fitness, episodes.descriptor, centroids)
-    return Offspring(policies, character, ~episodes.diverged.any(axis=1))
+    """Sums up the episodes of a batch. The policies stay where they are: jit would copy them."""
+    return Offspring(policies, *sum_up(rule, episodes, centroids))
+
+
+@eqx.filter_jit
+def sum_up(
+    rule: Rule, episodes: Episodes, centroids: Float[Array, "cells d"]
+) -> tuple[Character, Bool[Array, " policies"]]:
+    """The character of each policy, and whether none of its episodes diverged."""
+    of_batch = jax.vmap(rule.characterise, in_axes=(0, 0, None))
+    character = of_batch(episodes.fitness, episodes.descriptor, centroids)
+    return character, ~episodes.diverged.any(axis=1)
 
 
 def insert_played(
