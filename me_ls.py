@@ -417,9 +417,8 @@ def propose(
 
 # --- the search -----------------------------------------------------------------------------------
 
-BEFORE_ALL = (
-    2**31 - 1
-)  # no iteration has this number: one tessellation per seed, for all algorithms
+# No iteration has this number: the cells depend on the seed alone, whatever the algorithm and budget.
+BEFORE_ALL = 2**31 - 1
 
 
 @eqx.filter_jit

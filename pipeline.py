@@ -217,8 +217,8 @@ def do_search(directory: Path, plan: Plan, algo: str, seed: int) -> Lineage:
 def do_dataset(directory: Path, changes: list[str], naive: bool) -> datasets.Dataset:
     lineage = open_run(directory)
     config = change_plan(lineage.plan, changes).dataset
-    if naive:  # all policies play, and all that they play is stored
-        config = replace(config, naive=True, typical=False)
+    # Naive: all policies play, and all that they play is stored.
+    config = replace(config, naive=naive, typical=config.typical and not naive)
     about = {"dataset": config, "seed": lineage.seed}
     name = "dataset-naive" if naive else "dataset"
     with lock(directory), open_stage(directory / name, about) as stage:

@@ -377,6 +377,14 @@ def test_spread_is_the_mean_distance_of_all_pairs(episodes: int) -> None:
     assert me_ls.spread(jnp.float32(descriptors)) == pytest.approx(wanted, rel=1e-5)
 
 
+def test_spread_leaves_out_what_is_not_counted() -> None:
+    descriptors = np.random.default_rng(0).normal(size=(6, 2)).astype(np.float32)
+    descriptors[2] = np.nan
+    counted = np.array([True, True, False, True, False, True])
+    found = me_ls.spread(jnp.asarray(descriptors), jnp.asarray(counted))
+    np.testing.assert_allclose(found, me_ls.spread(jnp.asarray(descriptors[counted])), rtol=1e-6)
+
+
 @pytest.mark.parametrize("episodes", [1, 2, 10])
 def test_equal_descriptors_have_no_spread_and_are_their_own_median(episodes: int) -> None:
     descriptors = jnp.tile(jnp.array([[0.1, -7.3]]), (episodes, 1))
