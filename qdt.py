@@ -14,7 +14,7 @@ reads its other outputs. Dropout draws its noise from a hash inside the loop tha
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import equinox as eqx
 import jax
@@ -139,15 +139,23 @@ def attend(
     drawn: int = 0,
 ) -> Float[Array, "head query d"]:
     """Softmax attention of some queries to the tokens that each may see, with dropout."""
-    scores = jnp.einsum("hqd,hdk->hqk", q / math.sqrt(q.shape[2]), k)
-    scores = jnp.where(visible, scores.astype(jnp.float32), -jnp.inf)
-    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
-    total = weights.sum(-1, keepdims=True)
+    weights, total = weigh(jnp.einsum("hqd,hdk->hqk", q / math.sqrt(q.shape[2]), k), visible)
     if seed is not None:
         weights = jnp.where(kept(seed, weights.shape, rate, drawn), weights / (1 - rate), 0)
-    # Softmax divides the weights by their total; dividing the outputs is the same, for less work.
     output = jnp.einsum("hqk,hdk->hqd", weights.astype(v.dtype), v)
     return (output / total).astype(v.dtype)
+
+
+def weigh(
+    scores: Float[Array, "head query token"], visible: Bool[Array, "query token"]
+) -> tuple[Float[Array, "head query token"], Float[Array, "head query 1"]]:
+    """The weights of the softmax before they are divided by their total, and that total.
+
+    Dividing the output instead is the same, for less work.
+    """
+    scores = jnp.where(visible, scores.astype(jnp.float32), -jnp.inf)
+    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
+    return weights, weights.sum(-1, keepdims=True)
 
 
 def causal_attention(
@@ -300,7 +308,7 @@ class QDT(eqx.Module):
     embed_observation: Embedding
     embed_action: Embedding
     embed_time: Float[Array, "time width"]
-    layers: Layer  # all of them, stacked along a leading axis
+    layers: tuple[Layer, ...]
     norm: LayerNorm
     head: Linear
     # What the embeddings subtract and divide by; not trained. Raw inputs have 0 and 1 here.
@@ -325,7 +333,7 @@ class QDT(eqx.Module):
         self.embed_action = Embedding(action_size, width, key=keys[2])
         self.embed_time = 0.02 * jax.random.normal(keys[3], (steps, width))
         layer_keys = jax.random.split(keys[4], config.layers)
-        self.layers = jax.vmap(lambda key: Layer(config, key=key))(layer_keys)
+        self.layers = tuple(Layer(config, key=key) for key in layer_keys)
         self.norm = LayerNorm(width)
         self.head = Linear(width, action_size, key=keys[5])
         self.descriptor_scale = Scale(jnp.zeros(descriptor_size), jnp.ones(descriptor_size))
@@ -362,16 +370,16 @@ class QDT(eqx.Module):
     ) -> Float[Array, "time action"]:
         """Transformer and Pred_A: from the interleaved embeddings to an action for each O token."""
         rate, layers = self.config.dropout, self.config.layers
-        seed, seeds = None, None
+        seed, seeds = None, [None] * layers
         if key is not None and rate > 0:
-            seed, *seeds = jax.random.bits(key, (1 + 3 * layers, 2))
-            seeds = jnp.stack(seeds).reshape(layers, 3, 2)
+            bits = jax.random.bits(key, (1 + 3 * layers, 2))
+            seed, seeds = bits[0], bits[1:].reshape(layers, 3, 2)
         x = dropout(tokens, seed, rate)
-        # One layer is compiled for all; the last has a form of its own, as only O tokens are read.
-        below = jax.tree.map(lambda leaf: leaf[:-1], (self.layers, seeds))
-        x, _ = jax.lax.scan(lambda x, layer: (layer[0](x, layer[1]), None), x, below)
-        layer, seeds = jax.tree.map(lambda leaf: leaf[-1], (self.layers, seeds))
-        x = layer(x, seeds, first=1, stride=2 if self.config.conditioning == "start" else 3)
+        for layer, seeds_of_layer in zip(self.layers[:-1], seeds, strict=False):
+            x = layer(x, seeds_of_layer)
+        # Of the last layer only the O tokens are read.
+        stride = 2 if self.config.conditioning == "start" else 3
+        x = self.layers[-1](x, seeds[-1], first=1, stride=stride)
         return self.head(self.norm(x))
 
     def goal(
@@ -397,25 +405,92 @@ def interleave(*sequences: Float[Array, "time width"]) -> Float[Array, "token wi
 # ------------------------------------------------------------------------------------ decoding
 
 
-class Cache(eqx.Module):
-    """What an episode has shown so far: the tokens' keys and values in every layer."""
+# Steps whose keys and values are stored together. A step reads the blocks that the episode has begun:
+# half of the whole on average, and a block at a time stays in a core's cache.
+STEPS_PER_BLOCK = 25
 
-    keys: Float[Array, "layer head d token"]
-    values: Float[Array, "layer head d token"]
+
+class Block(NamedTuple):
+    """Keys and values of some tokens in one layer, in the layouts that few queries read fastest."""
+
+    keys: Float[Array, "*episodes head d token"]
+    values: Float[Array, "*episodes head token d"]
+
+
+class Cache(eqx.Module):
+    """What an episode has shown so far."""
+
+    layers: tuple[tuple[Block, ...], ...]
     action: Float[Array, " action"]  # the last one taken
     step: Int[Array, ""]
 
 
 def initial_cache(model: QDT) -> Cache:
-    config = model.config
-    steps, tokens = len(model.embed_time), 2 if config.conditioning == "start" else 3
-    shape = config.layers, config.heads, config.width // config.heads, tokens * steps
+    config, steps = model.config, len(model.embed_time)
+    tokens = 2 if config.conditioning == "start" else 3
+    shape = (config.heads, config.width // config.heads, tokens * min(STEPS_PER_BLOCK, steps))
+    keys = jnp.zeros(shape, config.precision)
+    blocks = (Block(keys, keys.swapaxes(1, 2)),) * -(-steps // STEPS_PER_BLOCK)
     return Cache(
-        keys=jnp.zeros(shape, config.precision),
-        values=jnp.zeros(shape, config.precision),
+        layers=(blocks,) * config.layers,
         action=jnp.zeros_like(model.head.bias),
         step=jnp.zeros((), jnp.int32),
     )
+
+
+def add_tokens(block: Block, new: Block, position: Int[Array, ""]) -> Block:
+    """The block with new tokens from `position` on; as it was if that lies outside."""
+
+    def put(old: Array, new: Array, axis: int) -> Array:
+        room, count = old.shape[axis], new.shape[axis]
+        place = jnp.clip(position, 0, room - count)
+        kept = jax.lax.dynamic_slice_in_dim(old, place, count, axis)
+        new = jnp.where(place == position, new, kept)
+        return jax.lax.dynamic_update_slice_in_dim(old, new, place, axis)
+
+    return Block(put(block.keys, new.keys, -1), put(block.values, new.values, -2))
+
+
+remember = jax.custom_batching.custom_vmap(add_tokens)
+
+
+@remember.def_vmap
+def _remember_in_step(episodes: int, batched: Any, block: Block, new: Block, position: Array):
+    """Many episodes that are played in step write at one position, a few numbers each.
+
+    JAX by itself would scatter, as if every episode had a position of its own: 3 to 5 times as slow.
+    """
+    if batched[2]:
+        axes = jax.tree.map(lambda has_axis: 0 if has_axis else None, tuple(batched))
+        return jax.vmap(add_tokens, axes)(block, new, position), Block(True, True)
+
+    def stack(x: Array, has_axis: bool) -> Array:
+        return x if has_axis else jnp.broadcast_to(x, (episodes, *x.shape))
+
+    block, new = jax.tree.map(stack, (block, new), tuple(batched[:2]))
+    return remember(block, new, position), Block(True, True)
+
+
+def recall(
+    begun: int,
+    q: Float[Array, "head query d"],
+    blocks: tuple[Block, ...],
+    visible: Bool[Array, "query token"],
+) -> Float[Array, "head query d"]:
+    """`attend` to the blocks that the episode has begun."""
+    seen, q = blocks[:begun], q / math.sqrt(q.shape[2])
+    scores = [jnp.einsum("hqd,hdk->hqk", q, block.keys) for block in seen]
+    weights, total = weigh(jnp.concatenate(scores, axis=-1), visible[:, : _tokens(seen)])
+    shares = jnp.split(weights.astype(q.dtype), begun, axis=-1)
+    output = sum(
+        jnp.einsum("hqk,hkd->hqd", share, block.values)
+        for share, block in zip(shares, seen, strict=True)
+    )
+    return (output / total).astype(q.dtype)
+
+
+def _tokens(blocks: tuple[Block, ...]) -> int:
+    return sum(block.keys.shape[-1] for block in blocks)
 
 
 def act(
@@ -437,24 +512,24 @@ def act(
     bd = net.embed_descriptor(model.goal(target, achieved)) + time
     x = jnp.stack([jnp.where(t == 0, bd, a), o] if start else [a, bd, o])
     position = len(x) * t + jnp.arange(len(x))
-    token = jnp.arange(cache.keys.shape[-1])
+    token = jnp.arange(_tokens(cache.layers[0]))
     visible = token <= position[:, None]
     if not start:
         # There is no A_{-1}: what stands in its place sees itself, and nobody else sees it.
         visible &= (token > 0) | (position[:, None] == 0)
-
-    def through(carry, numbered_layer):
-        x, keys, values = carry
-        i, layer = numbered_layer
+    room = _tokens(cache.layers[0][:1])
+    layers = []
+    for layer, blocks in zip(net.layers, cache.layers, strict=True):
         q, k, v = layer.project(x)
-        keys = jax.lax.dynamic_update_slice(keys, k[None], (i, 0, 0, position[0]))
-        values = jax.lax.dynamic_update_slice(values, v[None], (i, 0, 0, position[0]))
-        return (layer.finish(x, attend(q, keys[i], values[i], visible)), keys, values), None
-
-    layers = jnp.arange(model.config.layers), net.layers
-    (x, keys, values), _ = jax.lax.scan(through, (x, cache.keys, cache.values), layers)
+        new = Block(k, v.swapaxes(1, 2))
+        blocks = tuple(remember(b, new, position[0] - i * room) for i, b in enumerate(blocks))
+        if layer is net.layers[-1]:
+            x, q, visible = x[-1:], q[:, -1:], visible[-1:]  # of the last layer only O_t is read
+        readers = [partial(recall, begun) for begun in range(1, len(blocks) + 1)]
+        x = layer.finish(x, jax.lax.switch(position[0] // room, readers, q, blocks, visible))
+        layers.append(blocks)
     action = net.head(net.norm(x[-1])).astype(jnp.float32).clip(-1, 1)
-    return action, Cache(keys, values, action, t + 1)
+    return action, Cache(tuple(layers), action, t + 1)
 
 
 # ------------------------------------------------------------------------------------ training
@@ -485,13 +560,16 @@ MUON_RATE = 20.0  # times Adam's: its steps are orthogonal matrices, whose numbe
 
 def muon_or_adam(model: QDT) -> PyTree[str]:
     """Muon is for matrices between hidden layers; embeddings, head, norms and biases stay with Adam."""
-    hidden = lambda m: [getattr(m.layers, name).weight for name in HIDDEN]  # noqa: E731
-    return eqx.tree_at(hidden, jax.tree.map(lambda _: "adam", model), ["muon"] * len(HIDDEN))
+
+    def hidden(model):
+        return [getattr(layer, name).weight for layer in model.layers for name in HIDDEN]
+
+    return eqx.tree_at(hidden, jax.tree.map(lambda _: "adam", model), replace_fn=lambda _: "muon")
 
 
 def rows_and_columns(tree: PyTree) -> PyTree:
-    """Of the matrices that Muon gets: they are stacked along axis 0."""
-    return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers((1,), (2,)), tree)
+    """Of the leaves that Muon gets, which are matrices all."""
+    return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(0, 1), tree)
 
 
 def decayed(model: QDT) -> PyTree[bool]:

@@ -181,61 +181,72 @@ def matrix_peak() -> float:
 # ------------------------------------------------------------------------------------- decoding
 
 
-def measure_decoding(lengths=(50, 100, 250)) -> dict:
-    """Seconds of an episode at width 128, with the cache and by running every prefix again.
+def measure_decoding(lengths=(50, 100, 250), batches=(1, 4, 16, 64)) -> dict:
+    """Episodes per second at width 128, with the cache and by running every prefix again.
 
-    The latter compiles one program for a length and runs it at every step of the episode (prefixes
-    padded to the episode's length would double its cost): it is timed at five prefixes, and its
-    cost over the episode is the trapezoidal sum between them.
+    Both use the whole machine: every device plays 1, 4, 16 or 64 episodes in step, and the best counts.
+    Running the prefix again takes one program for each length; it is timed at a few lengths, and its
+    cost over the episode is the trapezoidal sum between them. A single program that pads every prefix
+    to the whole episode, which is what one would write, takes about twice as long.
     """
+    import equinox as eqx
     import jax
     import jax.numpy as jnp
     import numpy as np
+    from jax.sharding import PartitionSpec
 
     import qdt
+    from envs import devices
 
     sizes = {key: MODELS["width-128"][key] for key in ("width", "layers", "heads")}
     state, trajectories = make(1, **sizes)
-    model = state.model
-    target, observations, actions = jax.tree.map(
-        lambda x: x[0],
-        (trajectories.descriptor, trajectories.observations, trajectories.actions),
-    )
+    model, target = state.model, trajectories.descriptor[0]
+    observations, actions = trajectories.observations[0], trajectories.actions[0]
 
-    def short(length):
-        return qdt.eqx.tree_at(lambda m: m.embed_time, model, model.embed_time[:length])
-
-    @jax.jit
-    def episode(model, observations):
+    def episode(model, observations, actions):
         def step(cache, observation):
             action, cache = qdt.act(model, cache, target, observation)
             return cache, action
 
         return jax.lax.scan(step, qdt.initial_cache(model), observations)[1]
 
-    forward = jax.jit(lambda *inputs: model(*inputs)[-1])
+    def prefix(model, observations, actions):
+        return model(target, observations, actions)[-1]
 
-    def best(function, *arguments, times=10):
-        jax.block_until_ready(function(*arguments))
-        return min(
-            seconds(lambda: jax.block_until_ready(function(*arguments))) for _ in range(times)
+    def seconds_each(function, model, length, batch):
+        """Of one of the episodes, when every device has a batch of them."""
+        count = batch * devices().size
+        divided, whole = PartitionSpec("device"), PartitionSpec()
+        many = jax.jit(
+            jax.shard_map(
+                jax.vmap(function, (None, 0, 0)),
+                mesh=devices(),
+                in_specs=(whole, divided, divided),
+                out_specs=divided,
+                check_vma=False,
+            )
         )
+        inputs = [jnp.repeat(x[None, :length], count, 0) for x in (observations, actions)]
+        jax.block_until_ready(many(model, *inputs))
+        tries = [seconds(lambda: jax.block_until_ready(many(model, *inputs))) for _ in range(5)]
+        return min(tries) / count
 
-    prefixes = np.array([1, 25, 50, 100, 175, 250])
-    prefix = [best(forward, target, observations[:t], actions[:t]) for t in prefixes]
-    result = {"prefix_seconds": dict(zip(map(str, prefixes), prefix, strict=True))}
+    lengths_timed = np.array([1, 25, 50, 100, 175, 250])
+    again = [min(seconds_each(prefix, model, n, b) for b in batches[:2]) for n in lengths_timed]
+    padded = again[-1] * STEPS
+    result = {
+        "prefix_seconds": dict(zip(map(str, lengths_timed), again, strict=True)),
+        "padded_episodes_per_second_250": 1 / padded,
+    }
     for length in lengths:
-        cached = best(episode, short(length), observations[:length])
-        again = float(np.interp(np.arange(1, length + 1), prefixes, prefix).sum())
+        short = eqx.tree_at(lambda m: m.embed_time, model, model.embed_time[:length])
+        cached = {b: seconds_each(episode, short, length, b) for b in batches}
+        prefixes = float(np.interp(np.arange(1, length + 1), lengths_timed, again).sum())
         result[str(length)] = {
-            "cached_episode_seconds": cached,
-            "prefix_episode_seconds": again,
-            "speedup": again / cached,
+            "cached_episodes_per_second": {str(b): 1 / s for b, s in cached.items()},
+            "prefix_episodes_per_second": 1 / prefixes,
+            "speedup": prefixes / min(cached.values()),
         }
-    goals = 64
-    batched = jax.jit(jax.vmap(episode, (None, 0)))
-    several = jnp.broadcast_to(observations, (goals, *observations.shape))
-    result["cached_episodes_per_second_64"] = goals / best(batched, model, several, times=3)
     return result
 
 

@@ -133,24 +133,22 @@ def test_dropout_is_fair_and_independent():
 def test_a_new_model_is_initialised_like_gpt_2():
     config = qdt.QDTConfig()
     model = qdt.QDT(config, **SIZES, steps=250, key=jax.random.key(0))
-    layers, residual = model.layers, 0.02 / math.sqrt(2 * config.layers)
-    scales = {
-        0.02: [
-            layers.query_key_value.weight,
-            layers.expand.weight,
-            model.embed_time,
-            model.head.weight,
-        ],
-        residual: [layers.mix.weight, layers.contract.weight],
-    }
+    residual = 0.02 / math.sqrt(2 * config.layers)
+    scales = {0.02: [model.embed_time, model.head.weight], residual: []}
+    for layer in model.layers:
+        scales[0.02] += [layer.query_key_value.weight, layer.expand.weight]
+        scales[residual] += [layer.mix.weight, layer.contract.weight]
+        for linear in (layer.query_key_value, layer.mix, layer.expand, layer.contract):
+            assert not linear.bias.any()
+        for norm in (layer.norm_attention, layer.norm_mlp):
+            assert (norm.weight == 1).all() and not norm.bias.any()
     for scale, weights in scales.items():
         for weight in weights:
             assert abs(float(weight.std()) / scale - 1) < 0.06
             assert abs(float(weight.mean())) < 0.1 * scale
-    assert not np.array_equal(layers.mix.weight[0], layers.mix.weight[1])
-    for linear in (layers.query_key_value, layers.mix, layers.expand, layers.contract, model.head):
-        assert not linear.bias.any()
-    for norm in (layers.norm_attention, layers.norm_mlp, model.norm, model.embed_action.norm):
+    assert not np.array_equal(model.layers[0].mix.weight, model.layers[1].mix.weight)
+    assert not model.head.bias.any()
+    for norm in (model.norm, model.embed_action.norm):
         assert (norm.weight == 1).all() and not norm.bias.any()
 
 
@@ -219,18 +217,40 @@ def test_the_cached_decoder_is_the_full_forward_pass(conditioning):
     assert float(decoded.std()) > 0.01
 
 
-def test_episodes_decoded_together_are_episodes_decoded_alone():
-    model, batch = make(), trajectories(3)
-    together = jax.vmap(lambda _: qdt.initial_cache(model))(jnp.arange(3))
-    alone = [qdt.initial_cache(model) for _ in range(3)]
+def test_episodes_decoded_in_step_are_episodes_decoded_alone():
+    """As the engine plays them; more steps than a block of the cache holds."""
+    model, batch = make(steps=60), trajectories(3, steps=60)
+
+    def decode(descriptor, observations):
+        def step(cache, observation):
+            action, cache = qdt.act(model, cache, descriptor, observation)
+            return cache, action
+
+        return jax.lax.scan(step, qdt.initial_cache(model), observations)[1]
+
+    together = jax.vmap(decode)(batch.descriptor, batch.observations)
+    for i in range(3):
+        alone = decode(batch.descriptor[i], batch.observations[i])
+        np.testing.assert_allclose(together[i], alone, rtol=0, atol=1e-6)
+
+
+def test_episodes_decoded_out_of_step_are_episodes_decoded_alone():
+    """A user's own loop may hold episodes that began at different times."""
+    model, batch = make(steps=60), trajectories(2, steps=60)
     act = jax.jit(qdt.act)
-    for t in range(4):
-        actions, together = jax.vmap(act, (None, 0, 0, 0))(
-            model, together, batch.descriptor, batch.observations[:, t]
-        )
-        for i in range(3):
-            action, alone[i] = act(model, alone[i], batch.descriptor[i], batch.observations[i, t])
-            np.testing.assert_allclose(actions[i], action, rtol=0, atol=1e-6)
+
+    def alone(i, steps):
+        cache = qdt.initial_cache(model)
+        for t in range(steps):
+            action, cache = act(model, cache, batch.descriptor[i], batch.observations[i, t])
+        return action, cache
+
+    caches = [alone(0, 30)[1], alone(1, 3)[1]]
+    together = jax.tree.map(lambda *x: jnp.stack(x), *caches)
+    now = jnp.stack([batch.observations[0, 30], batch.observations[1, 3]])
+    actions, _ = jax.vmap(act, (None, 0, 0, 0))(model, together, batch.descriptor, now)
+    np.testing.assert_allclose(actions[0], alone(0, 31)[0], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(actions[1], alone(1, 4)[0], rtol=0, atol=1e-6)
 
 
 # ------------------------------------------------------------------------------------ training
@@ -246,7 +266,8 @@ def test_gradients_of_shares_and_micro_batches_add_up_to_the_gradient(size: int,
 
 
 def test_training_is_a_pure_function_and_lowers_the_loss():
-    model, batch = make(), trajectories(4)
+    config = replace(SMALL, learning_rate=0.01)
+    model, batch = qdt.QDT(config, **SIZES, steps=20, key=jax.random.key(2)), trajectories(4)
     start = qdt.initial_state(model)
     state, first = qdt.train_step(start, batch, jax.random.key(0))
     again, _ = qdt.train_step(start, batch, jax.random.key(0))
@@ -268,11 +289,12 @@ def test_muon_moves_the_layers_matrices_by_orthogonal_steps():
         steps[name] = jax.tree.map(jnp.subtract, after.model, start)
     flat = {}
     for name, step in steps.items():
-        values = np.linalg.svd(step.layers.expand.weight, compute_uv=False)
+        values = np.linalg.svd([x.expand.weight for x in step.layers], compute_uv=False)
         flat[name] = (values > 0.5 * values.max(axis=-1, keepdims=True)).mean()
     assert flat["muon"] > 0.8 > 0.4 > flat["adamw"]
     assert_close(steps["muon"].head.weight, steps["adamw"].head.weight, 1e-6)
-    assert_close(steps["muon"].layers.expand.bias, steps["adamw"].layers.expand.bias, 1e-6)
+    muon, adamw = steps["muon"].layers[0], steps["adamw"].layers[0]
+    assert_close(muon.expand.bias, adamw.expand.bias, 1e-6)
 
 
 def test_training_leaves_the_statistics_alone_and_decays_matrices_only():
@@ -281,8 +303,8 @@ def test_training_leaves_the_statistics_alone_and_decays_matrices_only():
     assert eqx.tree_equal(state.model.descriptor_scale, model.descriptor_scale)
     assert eqx.tree_equal(state.model.observation_scale, model.observation_scale)
     marks = qdt.decayed(model)
-    assert marks.layers.mix.weight and marks.head.weight and marks.embed_action.linear.weight
-    assert not (marks.layers.mix.bias or marks.norm.weight or marks.embed_time)
+    assert marks.layers[0].mix.weight and marks.head.weight and marks.embed_action.linear.weight
+    assert not (marks.layers[0].mix.bias or marks.norm.weight or marks.embed_time)
 
 
 def test_without_a_key_nothing_is_dropped():
@@ -303,7 +325,7 @@ def test_the_trunk_is_hugging_faces_gpt_2():
         "transformers", reason="needs the optional peer Hugging Face (pip install transformers)"
     )
     model, steps = make(steps=100), 100
-    layers, width = model.layers, SMALL.width
+    width = SMALL.width
     gpt2 = transformers.GPT2Model(
         transformers.GPT2Config(
             vocab_size=1,
@@ -316,23 +338,24 @@ def test_the_trunk_is_hugging_faces_gpt_2():
     ).eval()
     head = torch.nn.Linear(width, 3)
 
-    # Ours beside theirs. Both keep a layer's matrices as [in, out], but for the head's.
-    ours = {
-        "ln_1": layers.norm_attention,
-        "attn.c_attn": layers.query_key_value,
-        "attn.c_proj": layers.mix,
-        "ln_2": layers.norm_mlp,
-        "mlp.c_fc": layers.expand,
-        "mlp.c_proj": layers.contract,
+    # Theirs and ours. Both keep a layer's matrices as [in, out], but for the head's.
+    names = {
+        "ln_1": "norm_attention",
+        "attn.c_attn": "query_key_value",
+        "attn.c_proj": "mix",
+        "ln_2": "norm_mlp",
+        "mlp.c_fc": "expand",
+        "mlp.c_proj": "contract",
     }
 
     def fill(theirs, weight, bias):
         theirs.weight.data = torch.tensor(np.array(weight))
         theirs.bias.data = torch.tensor(np.array(bias))
 
-    for i in range(SMALL.layers):
-        for name, module in ours.items():
-            fill(gpt2.h[i].get_submodule(name), module.weight[i], module.bias[i])
+    for theirs, layer in zip(gpt2.h, model.layers, strict=True):
+        for name, attribute in names.items():
+            module = getattr(layer, attribute)
+            fill(theirs.get_submodule(name), module.weight, module.bias)
     fill(gpt2.ln_f, model.norm.weight, model.norm.bias)
     fill(head, model.head.weight.T, model.head.bias)
     gpt2.wpe.weight.data.zero_()  # ours are part of the embeddings already
@@ -352,12 +375,8 @@ def test_the_trunk_is_hugging_faces_gpt_2():
 
     assert_same(gradient_tokens, theirs_tokens.grad)
     assert_same(gradient.head.weight.T, head.weight.grad)
-    for i in range(SMALL.layers):
-        for name, attribute in zip(
-            ours,
-            ["norm_attention", "query_key_value", "mix", "norm_mlp", "expand", "contract"],
-            strict=True,
-        ):
-            peer, mine = gpt2.h[i].get_submodule(name), getattr(gradient.layers, attribute)
-            assert_same(mine.weight[i], peer.weight.grad)
-            assert_same(mine.bias[i], peer.bias.grad)
+    for theirs, layer in zip(gpt2.h, gradient.layers, strict=True):
+        for name, attribute in names.items():
+            peer, mine = theirs.get_submodule(name), getattr(layer, attribute)
+            assert_same(mine.weight, peer.weight.grad)
+            assert_same(mine.bias, peer.bias.grad)
