@@ -37,6 +37,7 @@ class SearchConfig:
 
     algo: str = "me-ls"
     steps: int = 500_000_000  # budget of environment steps; open: "hundreds of millions"
+    iterations: int = 0  # a budget of iterations instead; 0: what the steps allow
     cells: int = 1024  # of the repertoire
     batch: int = 1000  # policies per iteration, also the number of random ones at the start (open)
     episodes: int = 10  # of each policy; `me` and `pgame` play one
@@ -49,6 +50,8 @@ class SearchConfig:
         for name in ("steps", "cells", "batch", "episodes"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        if self.iterations < 0:
+            raise UserError(f"iterations must not be negative, it is {self.iterations}.")
         if self.algo not in ALGORITHMS:
             raise UserError(f"unknown algorithm {self.algo!r}; there are {', '.join(ALGORITHMS)}.")
         for name in ("iso_sigma", "line_sigma"):
@@ -63,8 +66,10 @@ class SearchConfig:
     def episodes_played(self) -> int:
         return 1 if self.algo in ("me", "pgame") else self.episodes
 
-    def iterations(self, task: Task) -> int:
-        return -(-self.steps // (self.batch * self.episodes_played * task.length))
+    def budget(self, task: Task) -> int:
+        """In iterations."""
+        per_iteration = self.batch * self.episodes_played * task.length
+        return self.iterations or -(-self.steps // per_iteration)
 
 
 # --- policies -------------------------------------------------------------------------------------
@@ -457,7 +462,7 @@ def search(
     iteration.
     """
     key = jax.random.key(seed)
-    total = config.iterations(task)
+    total = config.budget(task)
     per_iteration = config.batch * config.episodes_played * task.length
     state = first_state(task, config, key=jax.random.fold_in(key, BEFORE_ALL))
     restored = stage.restore(state)

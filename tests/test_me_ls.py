@@ -603,7 +603,7 @@ def test_the_same_seed_gives_the_same_search_and_another_one_does_not(
 def test_a_search_that_is_stopped_goes_on_as_if_it_had_not_been(
     undisturbed: Undisturbed, point: Task, tmp_path: Path
 ) -> None:
-    last = undisturbed.config.iterations(point) - 1  # even then: whatever comes next does not begin
+    last = undisturbed.config.budget(point) - 1  # even then: whatever comes next does not begin
     for i in (0, 3, last):
         with pytest.raises(Stopped, match=f"stopped after iteration {i + 1} of"):
             search(point, undisturbed.config, 7, Stage(tmp_path, {}), iterate=stop_at(i))
@@ -733,6 +733,7 @@ def test_a_setting_that_makes_no_sense_is_one_sentence(wrong: dict[str, Any]) ->
 def test_the_budget_is_counted_in_environment_steps() -> None:
     task = make_task(TaskConfig("point-omni", length=10))
     sampling = SearchConfig("me-ls", steps=4000, batch=20, episodes=5)
-    assert sampling.iterations(task) == 4
-    assert SearchConfig("me", steps=4000, batch=20, episodes=5).iterations(task) == 20
-    assert SearchConfig("me-ls", steps=4001, batch=20, episodes=5).iterations(task) == 5
+    assert sampling.budget(task) == 4
+    assert SearchConfig("me", steps=4000, batch=20, episodes=5).budget(task) == 20
+    assert SearchConfig("me-ls", steps=4001, batch=20, episodes=5).budget(task) == 5
+    assert SearchConfig("me-ls", steps=4001, iterations=7).budget(task) == 7
