@@ -203,7 +203,7 @@ def do_search(directory: Path, plan: Plan, algo: str, seed: int) -> Lineage:
             tell(f"{algo}: the search in {directory} is finished.")
         else:
             tell(
-                f"{algo}: {config.iterations(task):,} iterations of {config.batch} policies × "
+                f"{algo}: {config.budget(task):,} iterations of {config.batch} policies × "
                 f"{config.episodes_played} episodes on {plan.task.task}."
             )
             if isinstance(config, PGAMEConfig):
@@ -219,7 +219,7 @@ def do_dataset(directory: Path, changes: list[str], naive: bool) -> datasets.Dat
     config = change_plan(lineage.plan, changes).dataset
     # Naive: all policies play, and all that they play is stored.
     config = replace(config, naive=naive, typical=config.typical and not naive)
-    about = {"dataset": config, "seed": lineage.seed}
+    about = {"task": lineage.plan.task, "dataset": config, "seed": lineage.seed}
     name = "dataset-naive" if naive else "dataset"
     with lock(directory), open_stage(directory / name, about) as stage:
         tell(f"dataset: {config.trajectories:,} trajectories of {lineage.task.length} steps.")
@@ -230,7 +230,11 @@ def open_dataset(lineage: Lineage, naive: bool = False) -> datasets.Dataset:
     directory = lineage.directory / ("dataset-naive" if naive else "dataset")
     if not (directory / "meta.json").exists():
         raise UserError(f"{lineage.directory} has no {directory.name}; `qdt dataset` makes one.")
-    return datasets.open_dataset(directory)
+    data, task = datasets.open_dataset(directory), dataclasses.asdict(lineage.plan.task)
+    made_for = data.meta.stage.get("task", task)  # unknown where it was imported
+    if made_for != task:
+        raise UserError(f"{directory} was made for another task: {made_for}, not {task}.")
+    return data
 
 
 def do_train(directory: Path, changes: list[str], naive: bool, prune: str) -> QDT:
@@ -393,8 +397,11 @@ def evaluate_accuracy(lineage: Lineage, key: jax.Array) -> dict[str, Any]:
 
 
 def evaluate_reassessment(lineage: Lineage, key: jax.Array) -> dict[str, Any]:
-    again = evaluate.reassess(lineage.task, lineage.repertoire(), key=key)
+    repertoire = lineage.repertoire()
+    again = evaluate.reassess(lineage.task, repertoire, key=key)
     return {
+        "centroids": repertoire.centroids,
+        "fitness": jnp.where(repertoire.occupied, repertoire.fitness, jnp.nan),  # as found
         "before": again.before,
         "after": again.after,
         "spread": again.spread,
@@ -605,7 +612,7 @@ def print_plan(plan: Plan) -> None:
     total = 0.0
     for algo in ("me", "me-ls"):
         chosen = search_config(plan, algo)
-        iterations = chosen.iterations(task)
+        iterations = chosen.budget(task)
         episodes = iterations * chosen.batch * chosen.episodes_played
         seconds = episodes * task.length / speed
         total += seconds

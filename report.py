@@ -91,6 +91,38 @@ class Found(NamedTuple):
         return method_name(self.lineage.algo)
 
 
+ACCURACY = {"goals": {}, "distance": {}, "mean_distance": {}, "mean_spread": {}}
+METRICS = {"coverage": {}, "max_fitness": {}, "qd_score": {}}
+NEEDED: dict[str, dict[str, Any]] = {  # what the report reads of each experiment; *: of all entries
+    "accuracy": {"repertoire": ACCURACY, "*": ACCURACY},
+    "calibrate": {"after": ACCURACY},
+    "generalize": {"all": ACCURACY, "*": ACCURACY | {"density": {}}},
+    "reassess": {"before": METRICS, "after": METRICS, "spread": {}, "reachable": {}},
+    "reproducibility": {"descriptor": {}, "path": {}},
+}
+
+
+def read_result(path: Path) -> Any:
+    """What `qdt evaluate` wrote; a file of somebody else's is refused before it is drawn."""
+
+    def holds(content: Any, needed: dict[str, Any]) -> bool:
+        if not needed:
+            return isinstance(content, list | float | int)
+        if not isinstance(content, dict):
+            return False
+        names = set(needed) - {"*"} | (set(content) if "*" in needed else set())
+        return all(
+            n in content and holds(content[n], needed.get(n, needed.get("*", {}))) for n in names
+        )
+
+    result = read_json(path)
+    if path.stem not in NEEDED or not holds(result, NEEDED[path.stem]):
+        raise UserError(
+            f"{path} is not the result of an experiment; `qdt evaluate` makes it again."
+        )
+    return result
+
+
 def gather(directories: Iterable[Path]) -> dict[str, list[Found]]:
     """By task. A directory that holds several runs stands for all of them."""
     found = defaultdict(list)
@@ -100,7 +132,7 @@ def gather(directories: Iterable[Path]) -> dict[str, list[Found]]:
             raise UserError(f"{directory} holds no run.")
         for run in inside:
             lineage = open_run(run)
-            results = {p.stem: read_json(p) for p in sorted(run.glob("evaluation/*.json"))}
+            results = {p.stem: read_result(p) for p in sorted(run.glob("evaluation/*.json"))}
             metrics = run / "search" / "metrics.jsonl"
             training = {
                 p.parent.name: read_metrics(p) for p in sorted(run.glob("qdt*/metrics.jsonl"))
@@ -265,13 +297,11 @@ def figures(task_name: str, runs: Sequence[Found]) -> dict[str, tuple[str, Figur
         drawn["training"] = (caption, plots.curves(training, "epoch"))
     if task.descriptor_size != 2:
         return drawn
-    maps = {}
-    for method, run in first.items():
-        if not (run.lineage.directory / "search" / "repertoire.qdt").exists():
-            continue  # the search goes on, or only its numbers were kept
-        repertoire = run.lineage.repertoire()
-        values = np.where(repertoire.occupied, repertoire.fitness, np.nan)
-        maps[method] = (repertoire.centroids, values)
+    maps: dict[str, Any] = {}
+    for run in runs:
+        result = run.results.get("reassess", {})
+        if "centroids" in result:
+            maps.setdefault(run.method, (result["centroids"], result["fitness"]))
     if maps:
         drawn["coverage"] = (
             "Coverage maps: fitness of the policy in each cell (figure 11).",

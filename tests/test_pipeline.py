@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -69,6 +70,16 @@ def test_a_report_is_one_page_without_the_network(run: Path, tmp_path: Path):
     assert page.count("data:image/png;base64,") >= 4
     table = (tmp_path / "report" / "accuracy-point-omni.md").read_text()
     assert "QDT(ME-LS)" in table and "| ME-LS |" in table
+    assert (tmp_path / "report" / "coverage-point-omni.png").exists()
+
+
+@pytest.mark.parametrize("content", ["[]", '{"repertoire": {}}', '{"repertoire": {"goals": "x"}}'])
+def test_a_result_of_somebody_else_is_not_drawn(tmp_path: Path, content: str):
+    from report import read_result
+
+    (tmp_path / "accuracy.json").write_text(content)
+    with pytest.raises(UserError, match="not the result of an experiment"):
+        read_result(tmp_path / "accuracy.json")
 
 
 def test_act_prints_what_was_reached_and_writes_a_page(
@@ -160,6 +171,7 @@ def test_a_model_of_another_configuration_is_refused(run: Path, tmp_path: Path):
         ("serch.cells=3", "STAGE.FIELD"),
         ("train.decay=perhaps", "true or false"),
         ("search.cells=0", "at least 1"),
+        ("search.iterations=-1", "must not be negative"),
         ("search.hidden=64,x", "whole number"),
     ],
 )
@@ -288,6 +300,13 @@ def test_a_dataset_of_another_task_is_refused(run: Path):
     data = dataset.open_dataset(run / "dataset")
     with pytest.raises(UserError, match="another task"):
         training.check_fit(make_task(plan.task), plan.train, data)
+
+
+def test_a_dataset_of_another_task_with_the_same_sizes_is_refused(run: Path):
+    lineage = pipeline.open_run(run)
+    elsewhere = replace(lineage.plan, task=replace(lineage.plan.task, reach=2.0))
+    with pytest.raises(UserError, match="another task"):
+        pipeline.open_dataset(lineage._replace(plan=elsewhere))
 
 
 def test_a_loss_that_is_not_a_number_stops_the_training(run: Path, tmp_path: Path):
