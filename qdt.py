@@ -404,7 +404,6 @@ def interleave(*sequences: Float[Array, "time width"]) -> Float[Array, "token wi
 
 # ------------------------------------------------------------------------------------ decoding
 
-
 # Steps whose keys and values are stored together. A step reads the blocks that the episode has begun:
 # half of the whole on average, and a block at a time stays in a core's cache.
 STEPS_PER_BLOCK = 25
