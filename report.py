@@ -270,9 +270,6 @@ def figures(task_name: str, runs: Sequence[Found]) -> dict[str, tuple[str, Figur
     """File name to caption and figure, for everything that is there; maps show the first seed."""
     task = runs[0].lineage.task
     space = (task.low, task.high, plots.axis_names(task_name))
-    first = {}
-    for run in runs:
-        first.setdefault(run.method, run)
     drawn: dict[str, tuple[str, Figure]] = {}
     drawn["search"] = (
         "Search: coverage, maximum fitness and QD score over environment steps (figure 10).",
@@ -297,11 +294,10 @@ def figures(task_name: str, runs: Sequence[Found]) -> dict[str, tuple[str, Figur
         drawn["training"] = (caption, plots.curves(training, "epoch"))
     if task.descriptor_size != 2:
         return drawn
-    maps: dict[str, Any] = {}
-    for run in runs:
-        result = run.results.get("reassess", {})
-        if "centroids" in result:
-            maps.setdefault(run.method, (result["centroids"], result["fitness"]))
+    maps = {
+        method: (result["centroids"], result["fitness"])
+        for method, result in _first(runs, "reassess", "centroids").items()
+    }
     if maps:
         drawn["coverage"] = (
             "Coverage maps: fitness of the policy in each cell (figure 11).",
@@ -316,29 +312,33 @@ def figures(task_name: str, runs: Sequence[Found]) -> dict[str, tuple[str, Figur
             ),
         )
     again = {
-        method: (
-            run.results["reproducibility"]["descriptor"],
-            run.results["reproducibility"]["path"] if task_name.endswith("-omni") else None,
-        )
-        for method, run in first.items()
-        if "reproducibility" in run.results
+        method: (result["descriptor"], result["path"] if task_name.endswith("-omni") else None)
+        for method, result in _first(runs, "reproducibility", "descriptor").items()
     }
     if again:
         caption = "Reproducibility: three policies, 30 episodes each (figures 2, 7, 8)."
         drawn["reproducibility"] = (caption, plots.reproducibility(again, *space))
-    for method, run in first.items():
-        if "generalize" in run.results:
-            result = run.results["generalize"]
-            drawn[f"generalization-{method.lower()}"] = (
-                f"Generalization of QDT({method}): datasets above, accuracy below (figures 6, 12).",
-                plots.generalization(
-                    {how: r["density"] for how, r in result.items()},
-                    result["all"]["goals"],
-                    {how: r["distance"] for how, r in result.items()},
-                    *space,
-                ),
-            )
+    for method, result in _first(runs, "generalize", "all").items():
+        drawn[f"generalization-{method.lower()}"] = (
+            f"Generalization of QDT({method}): datasets above, accuracy below (figures 6, 12).",
+            plots.generalization(
+                {how: r["density"] for how, r in result.items()},
+                result["all"]["goals"],
+                {how: r["distance"] for how, r in result.items()},
+                *space,
+            ),
+        )
     return drawn
+
+
+def _first(runs: Sequence[Found], experiment: str, needed: str) -> dict[str, Any]:
+    """By method, the result of the first seed that has what is needed."""
+    results: dict[str, Any] = {}
+    for run in runs:
+        result = run.results.get(experiment, {})
+        if needed in result:
+            results.setdefault(run.method, result)
+    return results
 
 
 def _over_seeds(runs: Sequence[Found], name: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
