@@ -71,8 +71,7 @@ def presets() -> dict[str, dict[str, Plan]]:
         QDTConfig(layers=2, heads=2, width=32, batch_size=16, epochs=4),
     )
     small_qdt = QDTConfig(
-        layers=2, heads=2, width=64, dropout=0.0, normalise=True, hidden_actions=0.5,
-        batch_size=8, micro_batch=4,
+        layers=2, heads=2, width=64, dropout=0.0, normalise=True, batch_size=8, micro_batch=4,
         optimiser="muon", learning_rate=1e-3, warmup_steps=100, decay=True, epochs=20,
         evaluate_every=4, held_out=0.02,
     )  # fmt: skip

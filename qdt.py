@@ -43,9 +43,6 @@ class QDTConfig:
     conditioning: Literal["every-step", "start", "to-go"] = "every-step"
     # Give descriptors and observations mean 0 and deviation 1. The paper feeds them raw.
     normalise: bool = False
-    # Share of the trajectories that are learned with blank A tokens. A model that sees actions learns
-    # to continue them instead of looking at the target; alone, it continues its own mistakes. Ours.
-    hidden_actions: float = 0.0
     # Trajectories per optimiser step, and how many of them one device holds at once at most. Only
     # memory and speed depend on the latter: one at a time fits a CPU's cache, a GPU wants many.
     batch_size: int = 256
@@ -83,8 +80,6 @@ class QDTConfig:
         for name in ("dropout", "held_out"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"{name} must lie in [0, 1), it is {getattr(self, name)}.")
-        if not 0 <= self.hidden_actions <= 1:
-            raise UserError(f"hidden_actions must lie in [0, 1], it is {self.hidden_actions}.")
         for name, kind in get_type_hints(type(self)).items():
             if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
                 choices = ", ".join(get_args(kind))
@@ -590,18 +585,15 @@ def decayed(model: QDT) -> PyTree[bool]:
 def errors(
     model: QDT, batch: Trajectory, keys: Key[Array, " batch"] | None = None
 ) -> Float[Array, " batch"]:
-    """Mean squared error over all steps of each trajectory.
-
-    With keys, as in training: units are dropped, and some trajectories hide their actions.
-    """
+    """Mean squared error over all steps of each trajectory; dropout is on if there are keys."""
 
     def error(trajectory, key):
-        shown, share = trajectory.actions, model.config.hidden_actions
-        if key is not None and share > 0:
-            hidden = jax.random.bernoulli(jax.random.fold_in(key, 1), share)
-            shown = jnp.where(hidden, 0, shown)
         predicted = model(
-            trajectory.descriptor, trajectory.observations, shown, trajectory.achieved, key=key
+            trajectory.descriptor,
+            trajectory.observations,
+            trajectory.actions,
+            trajectory.achieved,
+            key=key,
         )
         return jnp.mean((predicted - trajectory.actions) ** 2)
 

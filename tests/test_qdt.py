@@ -186,7 +186,6 @@ def test_bfloat16_is_float32_with_less_precision():
 def test_wrong_settings_are_named():
     wrong = {
         "heads": 3, "layers": 0, "batch_size": 0, "micro_batch": -1, "dropout": 1.0, "held_out": -0.1,
-        "hidden_actions": 1.1,
         "evaluate_every": 0,
     }  # fmt: skip
     for name, value in wrong.items():
@@ -306,20 +305,6 @@ def test_training_leaves_the_statistics_alone_and_decays_matrices_only():
     marks = qdt.decayed(model)
     assert marks.layers[0].mix.weight and marks.head.weight and marks.embed_action.linear.weight
     assert not (marks.layers[0].mix.bias or marks.norm.weight or marks.embed_time)
-
-
-def test_hidden_actions_are_hidden_in_their_share_of_the_trajectories_and_only_in_training():
-    model, batch = make(replace(SMALL, dropout=0.0, hidden_actions=0.25)), trajectories(64)
-    blank = eqx.tree_at(lambda t: t.actions, batch, jnp.zeros_like(batch.actions))
-    shown, unseen = (jax.vmap(lambda t: predict(model, t))(b) for b in (batch, blank))
-    errors_shown, errors_hidden = (
-        jnp.mean((predicted - batch.actions) ** 2, axis=(1, 2)) for predicted in (shown, unseen)
-    )
-    trained = qdt.errors(model, batch, jax.random.split(jax.random.key(0), 64))
-    hidden = np.isclose(trained, errors_hidden, rtol=1e-5)
-    np.testing.assert_allclose(trained, np.where(hidden, errors_hidden, errors_shown), rtol=1e-5)
-    assert 6 <= hidden.sum() <= 26
-    np.testing.assert_allclose(qdt.errors(model, batch), errors_shown, rtol=1e-5)
 
 
 def test_without_a_key_nothing_is_dropped():
