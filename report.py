@@ -96,7 +96,7 @@ METRICS = {"coverage": {}, "max_fitness": {}, "qd_score": {}}
 NEEDED: dict[str, dict[str, Any]] = {  # what the report reads of each experiment; *: of all entries
     "accuracy": {"repertoire": ACCURACY, "*": ACCURACY},
     "calibrate": {"after": ACCURACY},
-    "generalize": {"all": ACCURACY, "*": ACCURACY | {"density": {}}},
+    "generalize": {name: ACCURACY | {"density": {}} for name in ("all", "*")},
     "reassess": {"before": METRICS, "after": METRICS, "spread": {}, "reachable": {}},
     "reproducibility": {"descriptor": {}, "path": {}},
 }
@@ -296,7 +296,7 @@ def figures(task_name: str, runs: Sequence[Found]) -> dict[str, tuple[str, Figur
         return drawn
     maps = {
         method: (result["centroids"], result["fitness"])
-        for method, result in _first(runs, "reassess", "centroids").items()
+        for method, result in _first(runs, "reassess", "centroids", "fitness").items()
     }
     if maps:
         drawn["coverage"] = (
@@ -313,12 +313,12 @@ def figures(task_name: str, runs: Sequence[Found]) -> dict[str, tuple[str, Figur
         )
     again = {
         method: (result["descriptor"], result["path"] if task_name.endswith("-omni") else None)
-        for method, result in _first(runs, "reproducibility", "descriptor").items()
+        for method, result in _first(runs, "reproducibility").items()
     }
     if again:
         caption = "Reproducibility: three policies, 30 episodes each (figures 2, 7, 8)."
         drawn["reproducibility"] = (caption, plots.reproducibility(again, *space))
-    for method, result in _first(runs, "generalize", "all").items():
+    for method, result in _first(runs, "generalize").items():
         drawn[f"generalization-{method.lower()}"] = (
             f"Generalization of QDT({method}): datasets above, accuracy below (figures 6, 12).",
             plots.generalization(
@@ -331,12 +331,12 @@ def figures(task_name: str, runs: Sequence[Found]) -> dict[str, tuple[str, Figur
     return drawn
 
 
-def _first(runs: Sequence[Found], experiment: str, needed: str) -> dict[str, Any]:
+def _first(runs: Sequence[Found], experiment: str, *needed: str) -> dict[str, Any]:
     """By method, the result of the first seed that has what is needed."""
     results: dict[str, Any] = {}
     for run in runs:
         result = run.results.get(experiment, {})
-        if needed in result:
+        if result and set(needed) <= set(result):
             results.setdefault(run.method, result)
     return results
 
