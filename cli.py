@@ -9,6 +9,8 @@ What the commands do to a run directory is in `pipeline.py`.
 
 import os
 import sys
+import time
+import traceback
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -329,20 +331,24 @@ def main() -> None:
             print("qdt: interrupted; what was on disk stays as it is.", file=sys.stderr)
         raise
     except Exception as error:
+        import jax
+
         from runs import Stopped, UserError, is_lost_process
 
+        code = 130 if isinstance(error, Stopped) else 1
         if is_lost_process(error):
-            print(
-                "qdt: another process of the cluster is gone, or cannot be reached any more; "
-                "start all of them again, and the run continues.",
-                file=sys.stderr,
-                flush=True,
+            error = UserError(
+                "another process of the cluster is gone, or cannot be reached any more; "
+                "start all of them again, and the run continues."
             )
-            os._exit(1)  # a normal end would wait for the process that is gone
-        if not isinstance(error, UserError):
-            raise
-        print(f"qdt: {error}", file=sys.stderr)
-        sys.exit(130 if isinstance(error, Stopped) else 1)
+        if isinstance(error, UserError):
+            print(f"qdt: {error}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exception(error)
+        if jax.distributed.is_initialized() and not isinstance(error, Stopped):
+            time.sleep(1)  # the others may be about to say the same
+            os._exit(code)  # a normal end would wait for those that still work or are gone
+        sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -312,10 +312,24 @@ def _brax_environment(robot: str, backend: str, lanes: bool) -> Any:
         # Without this, MuJoCo's warnings leave a MUJOCO_LOG.TXT behind.
         silence: Any = vars(mujoco)["set_mju_user_warning"]
         silence(lambda text: None)
-        env: Any = brax.envs.get_environment(robot, backend=backend)
+        with _on_own_device():
+            env: Any = brax.envs.get_environment(robot, backend=backend)
     if lanes and backend == "spring" and jax.default_backend() == "cpu":
         env.pipeline_step = spring_step(env)
     return env
+
+
+@contextlib.contextmanager
+def _on_own_device() -> Iterator[None]:
+    """MJX puts a robot on the first device of all, which may be another process's."""
+    from mujoco import mjx
+
+    put_model = mjx.put_model
+    mjx.put_model = functools.partial(put_model, device=jax.local_devices()[0])
+    try:
+        yield
+    finally:
+        mjx.put_model = put_model
 
 
 @contextlib.contextmanager

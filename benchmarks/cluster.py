@@ -44,12 +44,15 @@ def steps_per_second(task: str, processes: int, place: Path) -> float:
             subprocess.Popen(
                 [*command, *cluster, "--process-id", str(i)],
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
                 preexec_fn=lambda core=i: os.sched_setaffinity(0, {core}),
             )
         )
-    if any(process.wait() for process in running):
-        sys.exit("a process failed.")
+    for process in running:
+        _, errors = process.communicate()
+        if process.returncode:
+            sys.exit(f"a process failed: {errors}")
     rows = (out / "search" / "metrics.jsonl").read_text().splitlines()
     return statistics.median(json.loads(row)["steps_per_second"] for row in rows[2:])
 

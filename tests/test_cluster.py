@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -85,10 +86,34 @@ def test_two_processes_are_one_with_as_many_devices(tmp_path: Path):
         for path in paths:
             assert path.read_bytes() == (two / path.relative_to(one)).read_bytes(), path.name
     first, second = (pipeline.load_model(pipeline.open_run(run)) for run in (one, two))
-    np.testing.assert_allclose(first.head.weight, second.head.weight, rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(
-        first.layers.expand.weight, second.layers.expand.weight, rtol=1e-4, atol=1e-6
-    )
+    for one_leaf, two_leaf in zip(*map(jax.tree.leaves, (first, second)), strict=True):
+        np.testing.assert_allclose(one_leaf, two_leaf, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.faults
+def test_two_processes_search_with_a_robot(tmp_path: Path):
+    """Robots are arrays, too: each process needs them on a device of its own."""
+    changes = ("task.length=5", "search.batch=16", "search.episodes=2", "search.iterations=2")
+    settings = [part for change in changes for part in ("--set", change)]
+    one, two = (("search", "--task", "ant-omni", "--out", tmp_path / n, *settings) for n in "12")
+    finish(start(4, *one))
+    finish(*start_two(*two))
+    first, second = (tmp_path / n / "search" / "repertoire.qdt" for n in "12")
+    assert first.read_bytes() == second.read_bytes()
+
+
+@pytest.mark.faults
+def test_where_one_process_fails_the_other_ends(tmp_path: Path):
+    address = f"localhost:{free_port()}"
+    cluster = ("--coordinator", address, "--num-processes", 2, "--process-id")
+    arguments = ("search", "--preset", "tiny", "--out", tmp_path, "--set")
+    sound = start(2, *arguments, "search.steps=40000000", *cluster, 0)
+    failing = start(2, *arguments, "search.batch=0", *cluster, 1)
+    _, errors = failing.communicate(timeout=120)
+    assert failing.returncode == 1 and errors.splitlines()[-1].startswith("qdt: "), errors
+    _, errors = sound.communicate(timeout=180)  # raises if it hangs
+    assert sound.returncode != 0
+    assert "another process" in errors or "another task died" in errors, errors[-2000:]
 
 
 @pytest.mark.faults
