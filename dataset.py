@@ -110,8 +110,8 @@ def select_policies(
 ) -> Selection:
     """Divides the repertoire into zones and selects the best policy of each (naive: every policy).
 
-    A policy is a candidate for the zone in which its stored descriptor lies, plays a few episodes,
-    and is out if one of them diverges.
+    A policy is a candidate for the zone in which its stored descriptor lies, plays a few episodes as
+    it will play the trajectories, disturbed or not, and is out if one of them diverges.
     """
     zones_key, episodes_key, _ = _keys(seed)
     centroids = cvt(task.low, task.high, config.zone_count(task), key=zones_key)
@@ -123,7 +123,7 @@ def select_policies(
         stored = np.asarray(repertoire.descriptor)[cells]
         return Selection(np.asarray(centroids), cells, zone, stored, None)
     keys = jax.random.split(episodes_key, (len(cells), config.selection_episodes))
-    episodes = rollout(task, _members(repertoire, cells), keys)
+    episodes = rollout(task, _members(repertoire, cells), keys, disturbance=config.disturbance)
     hits = (np.asarray(nearest(centroids, episodes.descriptor)) == zone[:, None]).sum(axis=1)
     best = best_of_each_zone(
         zone,

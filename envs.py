@@ -380,6 +380,19 @@ class Episodes(eqx.Module):
 Record = Literal["outcome", "path", "transitions"]
 
 
+def disturb(
+    action: Float[Array, " action"],
+    disturbance: float,
+    key: Key[Array, ""],
+    time: int | Int[Array, ""],
+) -> Float[Array, " action"]:
+    """The action with Gaussian noise of this size, drawn from the episode's key and the time step."""
+    if not disturbance:
+        return action
+    noise = jax.random.normal(jax.random.fold_in(key, time), action.shape)
+    return jnp.clip(action + disturbance * noise, -1.0, 1.0)
+
+
 def play_episode(
     task: Task,
     policy: Policy,
@@ -397,10 +410,7 @@ def play_episode(
         state, memory, fitness, finite = carry
         action, memory = policy.act(memory, state)
         action = jnp.clip(action, -1.0, 1.0)
-        played = action
-        if disturbance:
-            noise = jax.random.normal(jax.random.fold_in(key, state.time), action.shape)
-            played = jnp.clip(action + disturbance * noise, -1.0, 1.0)
+        played = disturb(action, disturbance, key, state.time)
         after = task.step(state, played)
         fitness += after.reward
         finite &= jnp.isfinite(after.observation).all() & jnp.isfinite(after.reward)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from envs import Episodes, Policy, Task, rollout
+from envs import Episodes, Policy, Task, disturb, rollout
 from me_ls import (
     RULES,
     Repertoire,
@@ -264,14 +264,17 @@ class Film(NamedTuple):
 
 
 @eqx.filter_jit
-def film(task: Task, policy: Policy, keys: Key[Array, " episodes"]) -> Film:
-    """Plays episodes with one policy and records where every body is."""
+def film(
+    task: Task, policy: Policy, keys: Key[Array, " episodes"], disturbance: float = 0.0
+) -> Film:
+    """Plays episodes with one policy, as `envs.rollout` does, and records where every body is."""
 
     def one(key: Key[Array, ""]) -> Film:
         def step(carry: tuple, _: None) -> tuple[tuple, Film]:
             state, memory = carry
             action, memory = policy.act(memory, state)
-            state = task.step(state, jnp.clip(action, -1.0, 1.0))
+            action = disturb(jnp.clip(action, -1.0, 1.0), disturbance, key, state.time)
+            state = task.step(state, action)
             frame = Film(*task.pose(state), state.descriptor, task.touching(state), state.reward)
             return (state, memory), frame
 

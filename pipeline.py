@@ -73,7 +73,7 @@ def presets() -> dict[str, dict[str, Plan]]:
     small_qdt = QDTConfig(
         layers=2, heads=2, width=64, dropout=0.0, normalise=True, batch_size=8, micro_batch=4,
         optimiser="muon", learning_rate=1e-3, warmup_steps=100, decay=True, epochs=20,
-        evaluate_every=4, held_out=0.02,
+        evaluate_every=4, held_out=0.02, disturbance=0.05,
     )  # fmt: skip
     halfcheetah = Plan(
         TaskConfig("halfcheetah-uni", length=100),
@@ -81,7 +81,7 @@ def presets() -> dict[str, dict[str, Plan]]:
             paper.search, steps=5_000_000, cells=128, batch=128, episodes=10, hidden=(64, 64),
             critic_hidden=(64, 64), td3_batch=64,
         ),
-        DatasetConfig(trajectories=4096, zones=25, typical=True),
+        DatasetConfig(trajectories=4096, zones=50, typical=True, disturbance=0.05),
         small_qdt,
     )  # fmt: skip
     ant = replace(
@@ -495,7 +495,8 @@ def do_act(directory: Path, text: str, episodes: int, seed: int, page: Path | No
     if episodes < 1:
         raise UserError(f"at least one episode has to be played, not {episodes}.")
     keys = jax.random.split(jax.random.key(seed), episodes)
-    film = evaluate.film(task, training.Conditioned(model, target), keys)
+    policy = training.Conditioned(model, target)
+    film = evaluate.film(task, policy, keys, model.config.disturbance)
     reached, fitness = film.path[:, -1], film.reward.sum(axis=1)
     far = jnp.linalg.norm(reached - target, axis=1)
     for i in range(episodes):

@@ -61,6 +61,9 @@ class QDTConfig:
     decay: bool = False
     # Share of the trajectories that is only used to look at the loss on what was not learned. Ours.
     held_out: float = 0.0
+    # Gaussian noise on the actions that the QDT plays. Ours: demonstrators that were disturbed
+    # (dataset.disturbance) reached their descriptors with that noise, and so does who imitates them.
+    disturbance: float = 0.0
     checkpoint_seconds: float = 120.0
     # Arithmetic of the matrix products and activations; weights are always kept in float32.
     precision: Literal["float32", "bfloat16"] = "float32"
@@ -80,6 +83,8 @@ class QDTConfig:
         for name in ("dropout", "held_out"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"{name} must lie in [0, 1), it is {getattr(self, name)}.")
+        if not 0 <= self.disturbance < math.inf:
+            raise UserError(f"disturbance must not be negative, it is {self.disturbance}.")
         for name, kind in get_type_hints(type(self)).items():
             if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
                 choices = ", ".join(get_args(kind))

@@ -75,8 +75,9 @@ def play(
     keys: Key[Array, "targets episodes"],
     record: Record = "outcome",
 ) -> Episodes:
-    """Plays episodes towards every target, many at once."""
-    return rollout(task, targets, keys, Conditioning(model), record)
+    """Plays episodes towards every target, many at once, with the noise that the model plays with."""
+    disturbance = model.config.disturbance
+    return rollout(task, targets, keys, Conditioning(model), record, disturbance=disturbance)
 
 
 def make_model(task: Task, config: QDTConfig, *, key: Key[Array, ""]) -> QDT:

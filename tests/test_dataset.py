@@ -104,9 +104,11 @@ def test_a_nan_of_a_diverged_policy_does_not_disturb_the_others():
     assert best.tolist() == [1]
 
 
-def test_selection_plays_every_policy_of_an_occupied_cell_and_keeps_one_per_zone():
+@pytest.mark.parametrize("disturbance", [0.0, 0.3])
+def test_selection_plays_every_policy_of_an_occupied_cell_and_keeps_one_per_zone(disturbance):
     """The whole selection again, policy by policy, in plain Python."""
-    selection = ds.select_policies(TASK, REPERTOIRE, CONFIG, seed=3)
+    config = dataclasses.replace(CONFIG, disturbance=disturbance)
+    selection = ds.select_policies(TASK, REPERTOIRE, config, seed=3)
     zones_key, episodes_key, _ = ds._keys(3)
     centroids = np.asarray(me_ls.cvt(TASK.low, TASK.high, 6, key=zones_key))
 
@@ -119,7 +121,7 @@ def test_selection_plays_every_policy_of_an_occupied_cell_and_keeps_one_per_zone
     rows, play = [], eqx.filter_jit(envs.play_episode)
     for row, cell in enumerate(cells):
         policy = jax.tree.map(lambda x, cell=cell: x[cell], REPERTOIRE.policies)
-        played = [play(TASK, policy, key) for key in keys[row]]
+        played = [play(TASK, policy, key, disturbance=disturbance) for key in keys[row]]
         zone = zone_of(REPERTOIRE.descriptor[cell])
         hits = sum(zone_of(episode.descriptor) == zone for episode in played)
         ends = [np.asarray(episode.descriptor) for episode in played]

@@ -1,5 +1,6 @@
 """What training is for: the QDT reaches goals on demand, also goals that no demonstration reached."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -11,7 +12,7 @@ import dataset
 import evaluate
 import me_ls
 import training
-from envs import TaskConfig, make_task
+from envs import TaskConfig, make_task, rollout
 from runs import Stage
 
 TASK = make_task(TaskConfig("point-omni", length=50))
@@ -54,3 +55,16 @@ def test_the_qdt_reaches_what_it_saw_and_what_it_did_not(data: dataset.Dataset, 
     assert len(seen) > 40
     assert distance(model, seen) < 0.05 * WIDTH
     assert distance(model, HIDDEN) < 0.10 * WIDTH
+
+
+def test_the_qdt_plays_with_the_noise_of_its_config():
+    """In evaluations as in films, and from an episode's key alone."""
+    goals, keys = jnp.array([[0.5, 0.5]]), jax.random.split(jax.random.key(1), (1, 3))
+    calm = training.make_model(TASK, TRAIN, key=jax.random.key(0))
+    noisy = training.make_model(TASK, replace(TRAIN, disturbance=0.2), key=jax.random.key(0))
+    ends = [training.play(TASK, model, goals, keys).descriptor[0] for model in (calm, noisy)]
+    assert (jnp.abs(ends[0] - ends[1]).max(axis=1) > 1e-3).all()
+    disturbed = rollout(TASK, goals, keys, training.Conditioning(calm), disturbance=0.2)
+    np.testing.assert_array_equal(ends[1], disturbed.descriptor[0])
+    film = evaluate.film(TASK, training.Conditioned(noisy, goals[0]), keys[0], 0.2)
+    np.testing.assert_allclose(film.path[:, -1], ends[1], atol=1e-4)
