@@ -12,9 +12,16 @@ import pytest
 import qdt
 from runs import UserError
 
-VARIANTS = ["every-step", "start", "to-go"]
 SIZES = {"descriptor_size": 2, "observation_size": 5, "action_size": 3}
 SMALL = qdt.QDTConfig(layers=3, heads=2, width=16)
+VARIANTS = {
+    "every-step": SMALL,
+    "start": replace(SMALL, conditioning="start"),
+    "to-go": replace(SMALL, conditioning="to-go"),
+    "one-token": replace(SMALL, tokens="one"),
+    "one-token-to-go": replace(SMALL, tokens="one", conditioning="to-go"),
+}
+variants = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
 
 
 def make(config=SMALL, steps=20, seed=0):
@@ -60,10 +67,10 @@ def assert_close(a, b, tolerance):
 # --------------------------------------------------------------------------------------- model
 
 
-@pytest.mark.parametrize("conditioning", VARIANTS)
+@variants
 @pytest.mark.parametrize("key", [None, jax.random.key(5)], ids=["exact", "dropout"])
-def test_what_comes_after_an_observation_leaves_its_action_unchanged(conditioning, key):
-    model = make(replace(SMALL, conditioning=conditioning), steps=60)
+def test_what_comes_after_an_observation_leaves_its_action_unchanged(config, key):
+    model = make(config, steps=60)
     trajectory, other, t = trajectories(steps=60), trajectories(steps=60, seed=3), 44
     changed = qdt.Trajectory(
         trajectory.descriptor,
@@ -76,15 +83,15 @@ def test_what_comes_after_an_observation_leaves_its_action_unchanged(conditionin
     assert not np.array_equal(before[t + 1], after[t + 1])
 
 
-@pytest.mark.parametrize("conditioning", VARIANTS)
-def test_every_input_up_to_an_observation_counts(conditioning):
-    model = make(replace(SMALL, conditioning=conditioning))
+@variants
+def test_every_input_up_to_an_observation_counts(config):
+    model = make(config)
     t = 11
     gradients = jax.grad(lambda trajectory: predict(model, trajectory)[t].sum())(trajectories())
     assert (abs(gradients.descriptor) > 0).all()
     assert (abs(gradients.observations[: t + 1]) > 0).all()
-    assert (abs(gradients.actions[:t]) > 0).all()
-    assert (abs(gradients.achieved[: t + 1]).sum() > 0) == (conditioning == "to-go")
+    assert (abs(gradients.actions[:t]) > 0).all() == (config.tokens == "three")
+    assert (abs(gradients.achieved[: t + 1]).sum() > 0) == (config.conditioning == "to-go")
 
 
 def test_attention_in_blocks_is_attention():
@@ -186,11 +193,13 @@ def test_bfloat16_is_float32_with_less_precision():
 def test_wrong_settings_are_named():
     wrong = {
         "heads": 3, "layers": 0, "batch_size": 0, "micro_batch": -1, "dropout": 1.0, "held_out": -0.1,
-        "evaluate_every": 0,
+        "evaluate_every": 0, "disturbance": -0.1, "tokens": "two",
     }  # fmt: skip
     for name, value in wrong.items():
         with pytest.raises(UserError, match=name):
             replace(SMALL, **{name: value})
+    with pytest.raises(UserError, match="at every step"):
+        replace(SMALL, tokens="one", conditioning="start")
     with pytest.raises(UserError, match="needs the descriptor achieved so far"):
         make(replace(SMALL, conditioning="to-go"))(*inputs(trajectories())[:3])
 
@@ -198,10 +207,10 @@ def test_wrong_settings_are_named():
 # ------------------------------------------------------------------------------------ decoding
 
 
-@pytest.mark.parametrize("conditioning", VARIANTS)
-def test_the_cached_decoder_is_the_full_forward_pass(conditioning):
+@variants
+def test_the_cached_decoder_is_the_full_forward_pass(config):
     steps = 250
-    model = make(replace(SMALL, conditioning=conditioning), steps=steps)
+    model = make(config, steps=steps)
     trajectory = trajectories(steps=steps)
 
     def step(cache, now):
