@@ -41,8 +41,8 @@ class QDTConfig:
     # What the model is told of the goal: the target descriptor at every step (the paper's choice),
     # once at the start, or at every step what is left of it: target minus achieved so far.
     conditioning: Literal["every-step", "start", "to-go"] = "every-step"
-    # What a step is read as: the paper's three tokens BD, O and A, or, ours, one: the sum of BD and O. It
-    # makes training more than twice as fast, and a model that sees no actions cannot just continue them.
+    # What a step is read as: the paper's three tokens BD, O and A, or, ours, one: the sum of BD and O.
+    # That trains more than twice as fast, and a model that sees no actions cannot just continue them.
     tokens: Literal["three", "one"] = "three"
     # Give descriptors and observations mean 0 and deviation 1. The paper feeds them raw.
     normalise: bool = False

@@ -193,7 +193,7 @@ def test_bfloat16_is_float32_with_less_precision():
 def test_wrong_settings_are_named():
     wrong = {
         "heads": 3, "layers": 0, "batch_size": 0, "micro_batch": -1, "dropout": 1.0, "held_out": -0.1,
-        "evaluate_every": 0, "disturbance": -0.1, "tokens": "two",
+        "evaluate_every": 0, "disturbance": -0.1,
     }  # fmt: skip
     for name, value in wrong.items():
         with pytest.raises(UserError, match=name):
