@@ -71,8 +71,8 @@ def presets() -> dict[str, dict[str, Plan]]:
         QDTConfig(layers=2, heads=2, width=32, batch_size=16, epochs=4),
     )
     small_qdt = QDTConfig(
-        layers=2, heads=2, width=64, dropout=0.0, normalise=True, batch_size=8, micro_batch=4,
-        optimiser="muon", learning_rate=1e-3, warmup_steps=100, decay=True, epochs=20,
+        layers=2, heads=2, width=128, dropout=0.0, tokens="one", normalise=True, batch_size=8,
+        micro_batch=4, optimiser="muon", learning_rate=1e-3, warmup_steps=100, decay=True, epochs=16,
         evaluate_every=4, held_out=0.02, disturbance=0.05,
     )  # fmt: skip
     halfcheetah = Plan(
