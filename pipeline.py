@@ -72,8 +72,8 @@ def presets() -> dict[str, dict[str, Plan]]:
     )
     small_qdt = QDTConfig(
         layers=2, heads=2, width=128, dropout=0.0, tokens="one", normalise=True, batch_size=8,
-        micro_batch=4, optimiser="muon", learning_rate=1e-3, warmup_steps=100, decay=True, epochs=12,
-        evaluate_every=4, held_out=0.02, disturbance=0.05,
+        micro_batch=4, optimiser="muon", learning_rate=1e-3, warmup_steps=100, decay=True, epochs=6,
+        evaluate_every=2, held_out=0.02, disturbance=0.05,
     )  # fmt: skip
     halfcheetah = Plan(
         TaskConfig("halfcheetah-uni", length=100),
@@ -81,7 +81,7 @@ def presets() -> dict[str, dict[str, Plan]]:
             paper.search, steps=5_000_000, cells=128, batch=128, episodes=10, hidden=(64, 64),
             critic_hidden=(64, 64), td3_batch=64,
         ),
-        DatasetConfig(trajectories=4096, zones=50, typical=True, disturbance=0.05),
+        DatasetConfig(trajectories=8192, zones=50, typical=True, disturbance=0.05),
         small_qdt,
     )  # fmt: skip
     ant = replace(
