@@ -522,7 +522,8 @@ def act(
     """The next action of an episode, at the cost of its new tokens: the evaluation of algorithm 5.
 
     Feeds the tokens since the last call, (A_{t-1}, BD, O_t), and reads the action from the last. To
-    play another action than this one, write it into `cache.action`.
+    play another action than this one, write it into `cache.action`; but a model that is meant to be
+    disturbed (`config.disturbance`) has learned from tokens without the noise that was played.
     """
     net, config, t = model.in_precision(), model.config, cache.step
     time = net.embed_time[t]
