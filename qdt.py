@@ -582,7 +582,7 @@ def optimiser(config: QDTConfig) -> optax.GradientTransformation:
 
 
 HIDDEN = ("query_key_value", "mix", "expand", "contract")
-NEWTON_SCHULZ_STEPS = 3  # usually 5; at laptop size they were half of the time of a step
+NEWTON_SCHULZ_STEPS = 3  # of usually 5; at laptop size, these are half of the time of a training step
 MUON_RATE = 20.0  # times Adam's: its steps are orthogonal matrices, whose numbers are small
 
 

@@ -289,7 +289,7 @@ def test_training_is_a_pure_function_and_lowers_the_loss():
 
 
 def test_muon_moves_the_layers_matrices_by_orthogonal_steps():
-    """Singular values of a step lie far closer together; everything else moves as with Adam."""
+    """Most singular values of a step are nearly the same; everything else moves as with Adam."""
     config = replace(SMALL, weight_decay=0.0)
     steps = {}
     for name in ("adamw", "muon"):
@@ -300,7 +300,7 @@ def test_muon_moves_the_layers_matrices_by_orthogonal_steps():
     for name, step in steps.items():
         values = np.linalg.svd([x.expand.weight for x in step.layers], compute_uv=False)
         flat[name] = (values > 0.5 * values.max(axis=-1, keepdims=True)).mean()
-    assert flat["muon"] > 0.5 > 0.1 > flat["adamw"]
+    assert flat["muon"] > 0.8 > 0.4 > flat["adamw"]
     assert_close(steps["muon"].head.weight, steps["adamw"].head.weight, 1e-6)
     muon, adamw = steps["muon"].layers[0], steps["adamw"].layers[0]
     assert_close(muon.expand.bias, adamw.expand.bias, 1e-6)
