@@ -573,16 +573,13 @@ def optimiser(config: QDTConfig) -> optax.GradientTransformation:
     """All but the last factor, the learning rate, which a schedule may change from step to step."""
     direction = optax.scale_by_adam()
     if config.optimiser == "muon":
-        muon = optax.contrib.scale_by_muon(
-            ns_steps=NEWTON_SCHULZ_STEPS, weight_dimension_numbers=rows_and_columns
-        )
+        muon = optax.contrib.scale_by_muon(weight_dimension_numbers=rows_and_columns)
         muon = optax.chain(muon, optax.scale(MUON_RATE))
         direction = optax.multi_transform({"muon": muon, "adam": direction}, muon_or_adam)
     return optax.chain(direction, optax.add_decayed_weights(config.weight_decay, mask=decayed))
 
 
 HIDDEN = ("query_key_value", "mix", "expand", "contract")
-NEWTON_SCHULZ_STEPS = 3  # of usually 5; at laptop size, these are half of the time of a training step
 MUON_RATE = 20.0  # times Adam's: its steps are orthogonal matrices, whose numbers are small
 
 
