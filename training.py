@@ -183,6 +183,12 @@ def check_fit(task: Task, config: QDTConfig, data: Dataset) -> None:
             f"{data.directory} was made for another task: its trajectories have (length, observation, "
             f"action, descriptor) sizes {tuple(data.meta.sizes)}, this task has {sizes}."
         )
+    noise = data.meta.config.disturbance
+    if config.disturbance != noise:
+        raise UserError(
+            f"the demonstrators in {data.directory} were disturbed by {noise:g}, the QDT would be by "
+            f"{config.disturbance:g} and miss their goals: --set train.disturbance={noise:g}."
+        )
     if config.conditioning == "to-go" and "paths" not in data.meta.arrays:
         raise UserError("conditioning to-go needs a dataset with paths: --set dataset.paths=true.")
 

@@ -57,10 +57,13 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+def member(address: str, number: int) -> tuple[object, ...]:
+    return ("--coordinator", address, "--num-processes", 2, "--process-id", number)
+
+
 def start_two(*arguments: object) -> list[subprocess.Popen[str]]:
     address = f"localhost:{free_port()}"
-    cluster = ("--coordinator", address, "--num-processes", 2, "--process-id")
-    return [start(2, *arguments, *cluster, i) for i in range(2)]
+    return [start(2, *arguments, *member(address, i)) for i in range(2)]
 
 
 def stages(directory: Path) -> list[tuple[object, ...]]:
@@ -86,8 +89,12 @@ def test_two_processes_are_one_with_as_many_devices(tmp_path: Path):
         for path in paths:
             assert path.read_bytes() == (two / path.relative_to(one)).read_bytes(), path.name
     first, second = (pipeline.load_model(pipeline.open_run(run)) for run in (one, two))
-    for one_leaf, two_leaf in zip(*map(jax.tree.leaves, (first, second)), strict=True):
-        np.testing.assert_allclose(one_leaf, two_leaf, rtol=1e-4, atol=1e-5)
+    leaves = zip(*map(jax.tree_util.tree_leaves_with_path, (first, second)), strict=True)
+    for (path, one_leaf), (_, two_leaf) in leaves:
+        name = jax.tree_util.keystr(path)
+        # The softmax does not feel the biases of keys: their gradients are nothing but rounding errors.
+        tolerance = 1e-5 if name.endswith("query_key_value.bias") else 1e-6
+        np.testing.assert_allclose(one_leaf, two_leaf, rtol=1e-4, atol=tolerance, err_msg=name)
 
 
 @pytest.mark.faults
@@ -105,10 +112,9 @@ def test_two_processes_search_with_a_robot(tmp_path: Path):
 @pytest.mark.faults
 def test_where_one_process_fails_the_other_ends(tmp_path: Path):
     address = f"localhost:{free_port()}"
-    cluster = ("--coordinator", address, "--num-processes", 2, "--process-id")
     arguments = ("search", "--preset", "tiny", "--out", tmp_path, "--set")
-    sound = start(2, *arguments, "search.steps=40000000", *cluster, 0)
-    failing = start(2, *arguments, "search.batch=0", *cluster, 1)
+    sound = start(2, *arguments, "search.steps=40000000", *member(address, 0))
+    failing = start(2, *arguments, "search.batch=0", *member(address, 1))
     _, errors = failing.communicate(timeout=120)
     assert failing.returncode == 1 and errors.splitlines()[-1].startswith("qdt: "), errors
     _, errors = sound.communicate(timeout=180)  # raises if it hangs

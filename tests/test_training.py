@@ -13,7 +13,7 @@ import evaluate
 import me_ls
 import training
 from envs import TaskConfig, make_task, rollout
-from runs import Stage
+from runs import Stage, UserError
 
 TASK = make_task(TaskConfig("point-omni", length=50))
 WIDTH = TASK.high[0] - TASK.low[0]
@@ -68,3 +68,8 @@ def test_the_qdt_plays_with_the_noise_of_its_config():
     np.testing.assert_array_equal(ends[1], disturbed.descriptor[0])
     film = evaluate.film(TASK, training.Conditioned(noisy, goals[0]), keys[0], 0.2)
     np.testing.assert_allclose(film.path[:, -1], ends[1], atol=1e-4)
+
+
+def test_other_noise_than_the_demonstrators_had_is_refused(data: dataset.Dataset):
+    with pytest.raises(UserError, match=r"train.disturbance=0\."):
+        training.check_fit(TASK, replace(TRAIN, disturbance=0.2), data)
