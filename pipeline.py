@@ -72,7 +72,7 @@ def presets() -> dict[str, dict[str, Plan]]:
     )
     small_qdt = QDTConfig(
         layers=2, heads=2, width=128, dropout=0.0, tokens="one", normalise=True, batch_size=8,
-        micro_batch=4, optimiser="muon", learning_rate=1e-3, warmup_steps=100, decay=True, epochs=7,
+        micro_batch=4, optimiser="muon", learning_rate=1e-3, warmup_steps=100, decay=True, epochs=9,
         evaluate_every=3, held_out=0.02, disturbance=0.05,
     )  # fmt: skip
     halfcheetah = Plan(

@@ -20,7 +20,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-import optax.contrib
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, PyTree, UInt32
 
@@ -573,8 +572,11 @@ def optimiser(config: QDTConfig) -> optax.GradientTransformation:
     """All but the last factor, the learning rate, which a schedule may change from step to step."""
     direction = optax.scale_by_adam()
     if config.optimiser == "muon":
-        muon = optax.contrib.scale_by_muon(weight_dimension_numbers=rows_and_columns)
-        muon = optax.chain(muon, optax.scale(MUON_RATE))
+        muon = optax.chain(
+            optax.trace(decay=0.95, nesterov=True),
+            optax.stateless(lambda momentum, model: orthogonal(momentum)),
+            optax.scale(MUON_RATE),
+        )
         direction = optax.multi_transform({"muon": muon, "adam": direction}, muon_or_adam)
     return optax.chain(direction, optax.add_decayed_weights(config.weight_decay, mask=decayed))
 
@@ -592,9 +594,37 @@ def muon_or_adam(model: QDT) -> PyTree[str]:
     return eqx.tree_at(hidden, jax.tree.map(lambda _: "adam", model), replace_fn=lambda _: "muon")
 
 
-def rows_and_columns(tree: PyTree) -> PyTree:
-    """Of the leaves that Muon gets, which are matrices all."""
-    return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(0, 1), tree)
+def orthogonal(matrices: PyTree[Float[Array, "_ _"]]) -> PyTree[Array]:
+    """`orthogonalise` of each matrix; they are dealt out among the devices, from small to large."""
+    mesh = devices()
+
+    def on_device(leaves):
+        order = sorted(range(len(leaves)), key=lambda i: leaves[i].size)
+
+        def hand(device):
+            mine = order[device :: mesh.size]
+            return [
+                orthogonalise(x) if i in mine else jnp.zeros_like(x) for i, x in enumerate(leaves)
+            ]
+
+        hands = [partial(hand, device) for device in range(mesh.size)]
+        return jax.lax.psum(jax.lax.switch(jax.lax.axis_index("device"), hands), "device")
+
+    leaves, structure = jax.tree.flatten(matrices)
+    whole = PartitionSpec()
+    done = jax.shard_map(on_device, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    return jax.tree.unflatten(structure, done(leaves))
+
+
+def orthogonalise(matrix: Float[Array, "rows columns"]) -> Float[Array, "rows columns"]:
+    """Brings all singular values near 1 by five steps of Newton and Schulz, with Muon's polynomial."""
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / (jnp.linalg.norm(x) + 1e-8)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x.T if tall else x
 
 
 def decayed(model: QDT) -> PyTree[bool]:

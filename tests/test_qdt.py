@@ -309,6 +309,20 @@ def test_muon_moves_the_layers_matrices_by_orthogonal_steps():
     assert_close(muon.expand.bias, adamw.expand.bias, 1e-6)
 
 
+def test_orthogonal_steps_keep_the_singular_vectors():
+    """Against NumPy's decomposition: wide, tall and square, dealt out among all devices."""
+    rng = np.random.default_rng(0)
+    shapes = [(6, 16), (16, 6), (8, 8), (3, 24), (24, 3)]
+    matrices = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+    for matrix, done in zip(matrices, qdt.orthogonal(matrices), strict=True):
+        assert_close(done, qdt.orthogonalise(matrix), 1e-6)
+        u, _, v = np.linalg.svd(matrix, full_matrices=False)
+        values = u.T @ np.asarray(done) @ v.T
+        off_diagonal = values - np.diag(np.diag(values))
+        assert np.abs(off_diagonal).max() < 1e-4
+        assert 0.5 < np.diag(values).min() <= np.diag(values).max() < 1.5
+
+
 def test_training_leaves_the_statistics_alone_and_decays_matrices_only():
     model = make()
     state, _ = qdt.train_step(qdt.initial_state(model), trajectories(4), jax.random.key(0))
