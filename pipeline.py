@@ -87,7 +87,7 @@ def presets() -> dict[str, dict[str, Plan]]:
     ant = replace(
         halfcheetah,
         task=TaskConfig("ant-omni", length=50, reach=2.0),
-        search=replace(halfcheetah.search, steps=10_000_000, cells=64),
+        search=replace(halfcheetah.search, steps=2_500_000, cells=64),
     )
     return {
         "tiny": {"point-omni": tiny},
