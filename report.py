@@ -210,12 +210,16 @@ def accuracy_table(task: str, runs: Sequence[Found]) -> Table:
 
 
 def ratio_table(task: str, runs: Sequence[Found]) -> Table:
-    ours, paper, rows = accuracies(runs), PAPER_ACCURACY.get(task, {}), []
+    """Of means over the seeds that both methods have."""
+    seeds = {run.lineage.seed for run in runs}
+    by_seed = [accuracies([r for r in runs if r.lineage.seed == seed]) for seed in seeds]
+    paper, rows = PAPER_ACCURACY.get(task, {}), []
     for a, b in RATIOS:
-        if a in ours and b in ours:
+        common = [ours for ours in by_seed if a in ours and b in ours]
+        if common:
             row = [f"{a} / {b}"]
             for index, name in enumerate(("mean_distance", "mean_spread")):
-                top, bottom = (np.mean([r[name] for r in ours[m]]) for m in (a, b))
+                top, bottom = (np.mean([r[name] for x in common for r in x[m]]) for m in (a, b))
                 theirs = paper and f"{paper[a][index][0] / paper[b][index][0]:.2f}"
                 row += [f"{top / bottom:.2f}", theirs or "–"]
             rows.append(row)

@@ -11,6 +11,8 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -58,6 +60,19 @@ def test_the_qdt_follows_its_targets_better_than_chance(run: Path):
     chance = np.linalg.norm(goals[:, None] - goals[None], axis=-1).mean()
     assert result["qdt"]["mean_distance"] < 0.6 * chance < width
     assert result["repertoire"]["mean_distance"] < 0.6 * chance
+
+
+def test_ratios_compare_the_same_seeds():
+    """A QDT of seed 0 alone is compared with the repertoire of seed 0, not with the mean of all."""
+    from report import Found, ratio_table
+
+    def found(seed: int, **distances: float) -> Found:
+        results = {n: {"mean_distance": d, "mean_spread": 2 * d} for n, d in distances.items()}
+        lineage: Any = SimpleNamespace(seed=seed, algo="me")
+        return Found(lineage, {"accuracy": results}, [], {})
+
+    table = ratio_table("point-omni", [found(0, repertoire=2.0, qdt=1.0), found(1, repertoire=8.0)])
+    assert table.rows == [["QDT(ME) / ME", "0.50", "–", "0.50", "–"]]
 
 
 def test_a_report_is_one_page_without_the_network(run: Path, tmp_path: Path):
@@ -261,6 +276,8 @@ def test_ctrl_c_is_one_line_wherever_it_comes(tmp_path: Path):
 TRAIN_AND_DIE = """
 import os, signal, sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 import envs, runs
 envs.prepare_jax()
 import pipeline
