@@ -176,7 +176,7 @@ def first_state(
 
 
 def check_fit(task: Task, config: QDTConfig, data: Dataset) -> None:
-    """Refuses a dataset of another task."""
+    """Refuses a dataset of another task, of other noise, or without the paths that are needed."""
     sizes = (task.length, task.observation_size, task.action_size, task.descriptor_size)
     if tuple(data.meta.sizes) != sizes:
         raise UserError(

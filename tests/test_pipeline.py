@@ -276,8 +276,6 @@ def test_ctrl_c_is_one_line_wherever_it_comes(tmp_path: Path):
 TRAIN_AND_DIE = """
 import os, signal, sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 import envs, runs
 envs.prepare_jax()
 import pipeline
