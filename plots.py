@@ -24,7 +24,7 @@ COLOURS = {
     "me-ls": "#e15759",
     "pgame": "#76b7b2",
     "pgame-ls": "#4e79a7",
-    "qdt": "#f28e2b",
+    "me-ls, naive": "#f28e2b",
 }
 
 
@@ -167,7 +167,7 @@ def curves(panels: Mapping[str, Mapping[str, tuple[ArrayLike, ArrayLike]]], xlab
         for name, (x, values) in methods.items():
             x, values = np.asarray(x), np.asarray(values, float)
             mean, deviation = values.mean(axis=0), values.std(axis=0)
-            colour = COLOURS.get(name.lower())
+            colour = COLOURS.get(name.lower().removeprefix("qdt(").removesuffix(")"))
             (line,) = ax.plot(x, mean, label=name, color=colour)
             ax.fill_between(
                 x,

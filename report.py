@@ -15,6 +15,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import plots
+from dataset import PRUNINGS
 from pipeline import Lineage, open_run
 from runs import UserError, read_json, read_metrics, write_safely
 
@@ -59,6 +60,7 @@ RATIOS = (  # what the paper claims is that these are below 1
     ("PGAME-LS", "PGAME"),
     ("ME-Sampling", "ME"),
     ("QDT(ME)", "ME"),
+    ("QDT(PGAME)", "PGAME"),
     ("QDT(ME-LS)", "ME-LS"),
     ("QDT(PGAME-LS)", "PGAME-LS"),
 )
@@ -73,6 +75,11 @@ def qdt_name(method: str, directory: str) -> str:
     """`qdt-naive` of an ME-LS run is QDT(ME-LS, naive)."""
     extra = directory.removeprefix("qdt").removeprefix("-")
     return f"QDT({method}, {extra})" if extra else f"QDT({method})"
+
+
+def is_pruned(directory: str) -> bool:
+    """QDTs of pruned datasets are compared with each other, not with the methods."""
+    return directory.endswith(PRUNINGS)
 
 
 # --- gathering --------------------------------------------------------------------------------------
@@ -154,7 +161,7 @@ def accuracies(runs: Sequence[Found]) -> dict[str, list[dict[str, Any]]]:
             rows[run.method].append(run.results["accuracy"]["repertoire"])
     for run in runs:
         for name, result in run.results.get("accuracy", {}).items():
-            if name != "repertoire":
+            if name != "repertoire" and not is_pruned(name):
                 rows[qdt_name(run.method, name)].append(result)
         if "calibrate" in run.results:
             rows[qdt_name(run.method, "qdt-calibrated")].append(run.results["calibrate"]["after"])
@@ -249,6 +256,25 @@ def reassessment_table(task: str, runs: Sequence[Found]) -> Table:
     )
 
 
+def generalization_table(task: str, runs: Sequence[Found]) -> Table:
+    by_dataset = defaultdict(list)
+    for run in runs:
+        for how, result in run.results.get("generalize", {}).items():
+            by_dataset[qdt_name(run.method, "qdt"), how].append(result)
+    rows = [
+        [
+            *names,
+            str(len(results)),
+            f"{np.mean([np.sum(r['density']) for r in results]):,.0f}",
+            mean_text([r["mean_distance"] for r in results]),
+            mean_text([r["mean_spread"] for r in results]),
+        ]
+        for names, results in by_dataset.items()
+    ]
+    head = ["method", "dataset", "seeds", "trajectories", "distance", "spread"]
+    return Table(f"generalization-{task}", f"Generalization on {task} (figures 6, 12)", head, rows)
+
+
 def markdown(table: Table) -> str:
     lines = [table.head, ["---"] * len(table.head), *table.rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
@@ -290,8 +316,8 @@ def figures(task_name: str, runs: Sequence[Found]) -> dict[str, tuple[str, Figur
         ),
     )
     training = {
-        "distance to the goals": _training_curves(runs, "distance"),
-        "maximum fitness over the goals": _training_curves(runs, "max_fitness"),
+        "distance to the goals": training_curves(runs, "distance"),
+        "maximum fitness over the goals": training_curves(runs, "max_fitness"),
     }
     if training["distance to the goals"]:
         caption = "QDT training: mean distance to the goals and maximum fitness (figures 4, 13)."
@@ -354,12 +380,13 @@ def _over_seeds(runs: Sequence[Found], name: str) -> dict[str, tuple[np.ndarray,
     )
 
 
-def _training_curves(runs: Sequence[Found], name: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def training_curves(runs: Sequence[Found], name: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """A metric of the training per QDT: epochs and [seeds, epochs]."""
     rows = []
     for run in runs:
         for directory, metrics in run.training.items():
             with_value = [r for r in metrics if r.get(name) is not None]
-            if with_value:
+            if with_value and not is_pruned(directory):
                 epochs = [r["epoch"] for r in with_value]
                 method = qdt_name(run.method, directory)
                 rows.append((method, epochs, [r[name] for r in with_value]))
@@ -413,7 +440,7 @@ def write_report(directories: Sequence[Path], out: Path) -> Path:
     for task, runs in found.items():
         body.append(f"<h2>{html.escape(task)}</h2>{_runs_list(runs)}")
         makers: tuple[Callable[[str, Sequence[Found]], Table], ...]
-        makers = (accuracy_table, ratio_table, reassessment_table)
+        makers = (accuracy_table, ratio_table, reassessment_table, generalization_table)
         for table in (make(task, runs) for make in makers):
             if table.rows:
                 for suffix, write in ((".md", markdown), (".csv", csv), (".tex", latex)):

@@ -154,8 +154,26 @@ def test_generalization_trains_a_qdt_like_the_runs_own_on_each_pruned_dataset(
     assert np.sum(result["density-10"]["density"]) < 0.2 * np.sum(result["all"]["density"])
     lineage = pipeline.open_run(run)
     assert pipeline.trained_config(lineage, "qdt-tiles") == pipeline.trained_config(lineage)
+    pipeline.do_evaluate("accuracy", run)
     write_report([run], tmp_path)
     assert (tmp_path / "generalization-me-ls-point-omni.png").exists()
+    assert "| QDT(ME-LS) | tiles | 1 |" in (tmp_path / "generalization-point-omni.md").read_text()
+
+
+def test_qdts_of_pruned_datasets_stay_out_of_the_comparison_of_methods():
+    """They belong to the generalization experiment; QDT(Naive) is one of the methods of figure 4."""
+    from report import Found, accuracies, training_curves
+
+    names = ["qdt", "qdt-naive", "qdt-tiles", "qdt-naive-density-50"]
+    lineage: Any = SimpleNamespace(seed=0, algo="me-ls")
+    found = Found(
+        lineage,
+        {"accuracy": {"repertoire": {}} | {name: {} for name in names}},
+        [],
+        {name: [{"epoch": 1, "distance": 0.5}] for name in names},
+    )
+    assert set(accuracies([found])) == {"ME-LS", "QDT(ME-LS)", "QDT(ME-LS, naive)"}
+    assert set(training_curves([found], "distance")) == {"QDT(ME-LS)", "QDT(ME-LS, naive)"}
 
 
 def test_an_experiment_is_done_again_only_for_a_newer_model(run: Path):
