@@ -39,6 +39,10 @@ def axis_names(task_name: str) -> tuple[str, str]:
     return "share of steps, first foot on the ground", "share of steps, second foot on the ground"
 
 
+def unit(task_name: str) -> str:
+    return "m" if task_name.endswith("-omni") else "share of steps"
+
+
 def _panels(
     columns: int, rows: int = 1, width: float = 3.4, height: float = 3.2
 ) -> tuple[Figure, np.ndarray]:
@@ -229,6 +233,7 @@ def generalization(
     low: Sequence[float],
     high: Sequence[float],
     names: tuple[str, str],
+    label: str,
 ) -> Figure:
     """Density of each pruned dataset above, accuracy of its QDT below (figures 6 and 12)."""
     figure, axes = _panels(len(counts), rows=2, width=2.9, height=2.9)
@@ -242,5 +247,5 @@ def generalization(
         )
         _frame(ax, low, high, names)
         ax.set_title(f"mean distance {np.nanmean(values):.3g}", fontsize=8)
-    figure.colorbar(image, ax=list(axes[1]), label="distance to the goal", shrink=0.8)
+    figure.colorbar(image, ax=list(axes[1]), label=label, shrink=0.8)
     return figure

@@ -102,7 +102,7 @@ ACCURACY = {"goals": {}, "distance": {}, "mean_distance": {}, "mean_spread": {}}
 METRICS = {"coverage": {}, "max_fitness": {}, "qd_score": {}}
 NEEDED: dict[str, dict[str, Any]] = {  # what the report reads of each experiment; *: of all entries
     "accuracy": {"repertoire": ACCURACY, "*": ACCURACY},
-    "calibrate": {"after": ACCURACY},
+    "calibrate": {"before": ACCURACY, "after": ACCURACY, "episodes": {}},
     "generalize": {name: ACCURACY | {"density": {}} for name in ("all", "*")},
     "reassess": {"before": METRICS, "after": METRICS, "spread": {}, "reachable": {}},
     "reproducibility": {"descriptor": {}, "path": {}},
@@ -275,6 +275,21 @@ def generalization_table(task: str, runs: Sequence[Found]) -> Table:
     return Table(f"generalization-{task}", f"Generalization on {task} (figures 6, 12)", head, rows)
 
 
+def calibration_table(task: str, runs: Sequence[Found]) -> Table:
+    by_method = defaultdict(list)
+    for run in runs:
+        if "calibrate" in run.results:
+            by_method[qdt_name(run.method, "qdt")].append(run.results["calibrate"])
+    rows = []
+    for method, results in by_method.items():
+        row = [method, str(len(results)), f"{np.mean([r['episodes'] for r in results]):,.0f}"]
+        for name in ("mean_distance", "mean_spread"):
+            row += [mean_text([r[when][name] for r in results]) for when in ("before", "after")]
+        rows.append(row)
+    head = ["method", "seeds", "episodes", "distance", "calibrated", "spread", "calibrated"]
+    return Table(f"calibration-{task}", f"Calibration on {task}, on new episodes", head, rows)
+
+
 def markdown(table: Table) -> str:
     lines = [table.head, ["---"] * len(table.head), *table.rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
@@ -300,6 +315,7 @@ def figures(task_name: str, runs: Sequence[Found]) -> dict[str, tuple[str, Figur
     """File name to caption and figure, for everything that is there; maps show the first seed."""
     task = runs[0].lineage.task
     space = (task.low, task.high, plots.axis_names(task_name))
+    distance = f"distance to the goal ({plots.unit(task_name)})"
     drawn: dict[str, tuple[str, Figure]] = {}
     drawn["search"] = (
         "Search: coverage, maximum fitness and QD score over environment steps (figure 10).",
@@ -316,10 +332,10 @@ def figures(task_name: str, runs: Sequence[Found]) -> dict[str, tuple[str, Figur
         ),
     )
     training = {
-        "distance to the goals": training_curves(runs, "distance"),
+        distance: training_curves(runs, "distance"),
         "maximum fitness over the goals": training_curves(runs, "max_fitness"),
     }
-    if training["distance to the goals"]:
+    if training[distance]:
         caption = "QDT training: mean distance to the goals and maximum fitness (figures 4, 13)."
         drawn["training"] = (caption, plots.curves(training, "epoch"))
     if task.descriptor_size != 2:
@@ -337,9 +353,7 @@ def figures(task_name: str, runs: Sequence[Found]) -> dict[str, tuple[str, Figur
     if panels:
         drawn["accuracy"] = (
             "Accuracy: mean distance to each goal over 10 episodes; lighter is nearer (figures 5, 9).",
-            plots.cell_maps(
-                panels, *space, "distance to the goal", "low", borders=True, from_zero=True
-            ),
+            plots.cell_maps(panels, *space, distance, "low", borders=True, from_zero=True),
         )
     again = {
         method: (result["descriptor"], result["path"] if task_name.endswith("-omni") else None)
@@ -356,6 +370,7 @@ def figures(task_name: str, runs: Sequence[Found]) -> dict[str, tuple[str, Figur
                 result["all"]["goals"],
                 {how: r["distance"] for how, r in result.items()},
                 *space,
+                distance,
             ),
         )
     return drawn
@@ -440,7 +455,13 @@ def write_report(directories: Sequence[Path], out: Path) -> Path:
     for task, runs in found.items():
         body.append(f"<h2>{html.escape(task)}</h2>{_runs_list(runs)}")
         makers: tuple[Callable[[str, Sequence[Found]], Table], ...]
-        makers = (accuracy_table, ratio_table, reassessment_table, generalization_table)
+        makers = (
+            accuracy_table,
+            ratio_table,
+            calibration_table,
+            reassessment_table,
+            generalization_table,
+        )
         for table in (make(task, runs) for make in makers):
             if table.rows:
                 for suffix, write in ((".md", markdown), (".csv", csv), (".tex", latex)):

@@ -11,8 +11,6 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -62,19 +60,6 @@ def test_the_qdt_follows_its_targets_better_than_chance(run: Path):
     assert result["repertoire"]["mean_distance"] < 0.6 * chance
 
 
-def test_ratios_compare_the_same_seeds():
-    """A QDT of seed 0 alone is compared with the repertoire of seed 0, not with the mean of all."""
-    from report import Found, ratio_table
-
-    def found(seed: int, **distances: float) -> Found:
-        results = {n: {"mean_distance": d, "mean_spread": 2 * d} for n, d in distances.items()}
-        lineage: Any = SimpleNamespace(seed=seed, algo="me")
-        return Found(lineage, {"accuracy": results}, [], {})
-
-    table = ratio_table("point-omni", [found(0, repertoire=2.0, qdt=1.0), found(1, repertoire=8.0)])
-    assert table.rows == [["QDT(ME) / ME", "0.50", "–", "0.50", "–"]]
-
-
 def test_a_report_is_one_page_without_the_network(run: Path, tmp_path: Path):
     from report import write_report
 
@@ -86,15 +71,6 @@ def test_a_report_is_one_page_without_the_network(run: Path, tmp_path: Path):
     table = (tmp_path / "report" / "accuracy-point-omni.md").read_text()
     assert "QDT(ME-LS)" in table and "| ME-LS |" in table
     assert (tmp_path / "report" / "coverage-point-omni.png").exists()
-
-
-@pytest.mark.parametrize("content", ["[]", '{"repertoire": {}}', '{"repertoire": {"goals": "x"}}'])
-def test_a_result_of_somebody_else_is_not_drawn(tmp_path: Path, content: str):
-    from report import read_result
-
-    (tmp_path / "accuracy.json").write_text(content)
-    with pytest.raises(UserError, match="not the result of an experiment"):
-        read_result(tmp_path / "accuracy.json")
 
 
 def test_act_prints_what_was_reached_and_writes_a_page(
@@ -158,22 +134,6 @@ def test_generalization_trains_a_qdt_like_the_runs_own_on_each_pruned_dataset(
     write_report([run], tmp_path)
     assert (tmp_path / "generalization-me-ls-point-omni.png").exists()
     assert "| QDT(ME-LS) | tiles | 1 |" in (tmp_path / "generalization-point-omni.md").read_text()
-
-
-def test_qdts_of_pruned_datasets_stay_out_of_the_comparison_of_methods():
-    """They belong to the generalization experiment; QDT(Naive) is one of the methods of figure 4."""
-    from report import Found, accuracies, training_curves
-
-    names = ["qdt", "qdt-naive", "qdt-tiles", "qdt-naive-density-50"]
-    lineage: Any = SimpleNamespace(seed=0, algo="me-ls")
-    found = Found(
-        lineage,
-        {"accuracy": {"repertoire": {}} | {name: {} for name in names}},
-        [],
-        {name: [{"epoch": 1, "distance": 0.5}] for name in names},
-    )
-    assert set(accuracies([found])) == {"ME-LS", "QDT(ME-LS)", "QDT(ME-LS, naive)"}
-    assert set(training_curves([found], "distance")) == {"QDT(ME-LS)", "QDT(ME-LS, naive)"}
 
 
 def test_an_experiment_is_done_again_only_for_a_newer_model(run: Path):

@@ -1,0 +1,121 @@
+"""The report's tables, from made-up results whose rows are known by hand."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from report import (
+    Found,
+    accuracies,
+    accuracy_table,
+    calibration_table,
+    csv,
+    generalization_table,
+    latex,
+    markdown,
+    ratio_table,
+    read_result,
+    reassessment_table,
+    training_curves,
+)
+from runs import UserError
+
+
+def found(algo: str, seed: int, **results: Any) -> Found:
+    lineage: Any = SimpleNamespace(algo=algo, seed=seed)
+    return Found(lineage, results, metrics=[], training={})
+
+
+def measured(*distance: float) -> dict[str, Any]:
+    mean = sum(distance) / len(distance)
+    return {"distance": list(distance), "mean_distance": mean, "mean_spread": 2 * mean}
+
+
+def test_accuracy_is_mean_and_deviation_over_seeds_beside_the_papers():
+    runs = [
+        found("me", seed=0, accuracy={"repertoire": measured(0.1, 0.3)}),
+        found("me", seed=1, accuracy={"repertoire": measured(0.3, 0.5), "qdt": measured(0.1, 0.2)}),
+    ]
+    assert accuracy_table("halfcheetah-uni", runs).rows == [
+        ["ME", "2", "0.3 ± 0.1", "0.1633 ± 0.0047", "–", "0.6 ± 0.2", "0.1545 ± 0.0045"],
+        ["QDT(ME)", "1", "0.15", "0.12 ± 0", "–", "0.3", "0.13 ± 0"],
+    ]
+
+
+def test_goals_that_no_repertoire_reaches_are_told_apart():
+    runs = [
+        found(
+            "me", 0, accuracy={"repertoire": measured(1, 5, 9)}, reassess={"reachable": [1, 0, 0]}
+        ),
+        found("me", 1, reassess={"reachable": [0, 1, 0]}),
+    ]
+    table = accuracy_table("point-omni", runs)
+    assert table.head[4] == "distance, reachable goals (2 of 3)"
+    assert table.rows == [["ME", "1", "5", "–", "3", "10", "–"]]
+
+
+def test_ratios_compare_the_same_seeds():
+    """A QDT of seed 0 alone is compared with the repertoire of seed 0, not with the mean of all."""
+    runs = [
+        found("me", seed=0, accuracy={"repertoire": measured(2), "qdt": measured(1)}),
+        found("me", seed=1, accuracy={"repertoire": measured(8)}),
+    ]
+    assert ratio_table("point-omni", runs).rows == [["QDT(ME) / ME", "0.50", "–", "0.50", "–"]]
+    assert ratio_table("ant-omni", runs).rows == [["QDT(ME) / ME", "0.50", "0.73", "0.50", "1.24"]]
+
+
+def test_reassessment_shows_both_repertoires_beside_the_papers():
+    metrics = lambda x: {"coverage": x, "max_fitness": 10 * x, "qd_score": 100 * x}  # noqa: E731
+    result = {"before": metrics(1.0), "after": metrics(0.5), "spread": 0.25}
+    (row,) = reassessment_table("halfcheetah-uni", [found("me", 0, reassess=result)]).rows
+    assert row[:2] == ["ME", "1"]
+    assert row[2:6] == ["100", "100", "50", "43"]
+    assert row[6:10] == ["10", "1226", "5", "770"]
+    assert row[10:] == ["100", "3.05e+06", "50", "1.17e+06", "0.25"]
+
+
+def test_calibration_shows_before_and_after_and_what_it_cost():
+    runs = [
+        found("me-ls", s, calibrate={"before": measured(b), "after": measured(a), "episodes": 1200})
+        for s, b, a in ((0, 4, 2), (1, 6, 2))
+    ]
+    assert calibration_table("point-omni", runs).rows == [
+        ["QDT(ME-LS)", "2", "1,200", "5 ± 1", "2 ± 0", "10 ± 2", "4 ± 0"]
+    ]
+
+
+def test_generalization_counts_the_trajectories_of_each_dataset():
+    result = {
+        "all": measured(1) | {"density": [[1000, 1000], [0, 500]]},
+        "tiles": measured(3) | {"density": [[1000, 0], [0, 500]]},
+    }
+    assert generalization_table("point-omni", [found("me-ls", 0, generalize=result)]).rows == [
+        ["QDT(ME-LS)", "all", "1", "2,500", "1", "2"],
+        ["QDT(ME-LS)", "tiles", "1", "1,500", "3", "6"],
+    ]
+
+
+def test_qdts_of_pruned_datasets_stay_out_of_the_comparison_of_methods():
+    """They belong to the generalization experiment; QDT(Naive) is one of the methods of figure 4."""
+    names = ["qdt", "qdt-naive", "qdt-tiles", "qdt-naive-density-50"]
+    run = found("me-ls", 0, accuracy={"repertoire": {}} | {name: {} for name in names})
+    run = run._replace(training={name: [{"epoch": 1, "distance": 0.5}] for name in names})
+    assert set(accuracies([run])) == {"ME-LS", "QDT(ME-LS)", "QDT(ME-LS, naive)"}
+    assert set(training_curves([run], "distance")) == {"QDT(ME-LS)", "QDT(ME-LS, naive)"}
+
+
+def test_a_table_says_the_same_in_three_formats():
+    runs = [found("me", s, accuracy={"repertoire": measured(s + 1)}) for s in range(2)]
+    table = accuracy_table("point-omni", runs)._replace(head=list("abcdefg"))
+    assert markdown(table).splitlines()[2] == "| ME | 2 | 1.5 ± 0.5 | – | – | 3 ± 1 | – |"
+    assert csv(table).splitlines()[1] == '"ME","2","1.5 ± 0.5","–","–","3 ± 1","–"'
+    assert r"ME & 2 & 1.5 $\pm$ 0.5 & -- & -- & 3 $\pm$ 1 & -- \\" in latex(table).splitlines()
+
+
+@pytest.mark.parametrize("content", ["[]", '{"repertoire": {}}', '{"repertoire": {"goals": "x"}}'])
+def test_a_result_of_somebody_else_is_not_drawn(tmp_path: Path, content: str):
+    (tmp_path / "accuracy.json").write_text(content)
+    with pytest.raises(UserError, match="not the result of an experiment"):
+        read_result(tmp_path / "accuracy.json")
