@@ -41,7 +41,7 @@ def goals(task: Task, count: int) -> Float[Array, "goals d"]:
 
 
 class Accuracy(NamedTuple):
-    """Per goal, over its episodes; diverged episodes are left out of the means and counted."""
+    """Per goal, over its episodes; diverged ones are left out and counted. NaN: too few were left."""
 
     goals: Float[Array, "goals d"]
     descriptor: Float[Array, "goals episodes d"]
@@ -59,7 +59,7 @@ def measure(goals: Float[Array, "goals d"], episodes: Episodes) -> Accuracy:
         distance = jnp.sqrt(jnp.sum((descriptor - goal) ** 2, axis=-1))
         return (
             jnp.mean(distance, where=~diverged),
-            spread(descriptor, ~diverged),
+            jnp.where((~diverged).sum() > 1, spread(descriptor, ~diverged), jnp.nan),
             jnp.mean(fitness, where=~diverged),
         )
 
@@ -78,8 +78,7 @@ def accuracy_of_repertoire(
     key: Key[Array, ""],
 ) -> Accuracy:
     """For each goal plays the policy whose stored descriptor is nearest to it."""
-    if not bool(repertoire.occupied.any()):
-        raise UserError("the repertoire is empty: no policy can be asked for a goal.")
+    refuse_empty(repertoire)
     cell = nearest_policy(repertoire, goals)
     chosen = jax.tree.map(lambda x: x[cell], repertoire.policies)
     keys = jax.random.split(key, (len(goals), episodes))
@@ -91,6 +90,11 @@ def nearest_policy(repertoire: Repertoire, goals: Float[Array, "goals d"]) -> In
     nowhere = jnp.full_like(repertoire.descriptor, jnp.inf)
     descriptor = jnp.where(repertoire.occupied[:, None], repertoire.descriptor, nowhere)
     return nearest(descriptor, goals)
+
+
+def refuse_empty(repertoire: Repertoire) -> None:
+    if not bool(repertoire.occupied.any()):
+        raise UserError("the repertoire is empty: it has no policy to play.")
 
 
 # --- reassessment ---------------------------------------------------------------------------------
@@ -112,6 +116,7 @@ def reassess(
     Mean fitness and most frequent cell decide, and of two policies in a cell the fitter one stays,
     for all algorithms alike (the paper: "according to their recalculated fitnesses and behaviors").
     """
+    refuse_empty(repertoire)
     keys = jax.random.split(key, (len(repertoire.fitness), episodes))
     played = rollout(task, repertoire.policies, keys)
     offspring = characterise(RULES["me-ls"], repertoire.policies, played, repertoire.centroids)
@@ -165,6 +170,7 @@ def reproducibility(
     Representative: spread over the space. Around the middle of it, those at 90, 210 and 330 degrees
     and at half the way to the border, or what is nearest to them; the same choice for every algorithm.
     """
+    refuse_empty(repertoire)
     low, high = jnp.array(task.low), jnp.array(task.high)
     angle = jnp.deg2rad(jnp.array([90.0, 210.0, 330.0]))
     direction = jnp.stack([jnp.cos(angle), jnp.sin(angle)], axis=1)
@@ -174,9 +180,8 @@ def reproducibility(
     keys = jax.random.split(key, (len(cells), episodes))
     played = rollout(task, chosen, keys, record="path")
     assert played.path is not None
-    return Reproducibility(
-        cells, played.descriptor, played.path, jax.vmap(spread)(played.descriptor)
-    )
+    spreads = jax.vmap(spread)(played.descriptor, ~played.diverged)
+    return Reproducibility(cells, played.descriptor, played.path, spreads)
 
 
 # --- calibration ------------------------------------------------------------------------------------
@@ -193,6 +198,7 @@ def calibrate(
     task: Task,
     play: Callable[[Array, Array], Episodes],
     goals: Float[Array, "goals d"],
+    test: Key[Array, "goals episodes"],
     generations: int = 5,
     population: int = 6,
     trials: int = 4,
@@ -204,13 +210,14 @@ def calibrate(
     One CMA-ES per goal over the target, started at the goal itself, with the mean distance of a few
     episodes as the noisy objective; all goals at once. In the end the goal itself and the target
     that was found play a few more episodes, and the nearer of the two is kept.
-    `play` takes targets [n, d] and keys [n, episodes].
+    `play` takes targets [n, d] and keys [n, episodes]; with the keys `test` before and after are
+    compared, which the search does not see.
     """
     from evosax.algorithms import CMA_ES
 
     count, size = goals.shape
     low, high = jnp.array(task.low), jnp.array(task.high)
-    start_key, search_key, choice_key, test_key = jax.random.split(key, 4)
+    start_key, search_key, choice_key = jax.random.split(key, 3)
     cma = CMA_ES(population_size=population, solution=jnp.zeros(size))
     settings = cma.default_params.replace(std_init=0.1 * (high - low).mean())
     states = jax.vmap(lambda k, goal: cma.init(k, goal, settings))(
@@ -241,11 +248,10 @@ def calibrate(
     distance = jnp.nan_to_num(mean_distance(both, 2 * trials, choice_key), nan=jnp.inf)
     nearer = jnp.argmin(distance, axis=1)
     targets = both[jnp.arange(count), nearer]
-    keys = jax.random.split(test_key, (count, EPISODES))
     return Calibration(
         targets,
-        measure(goals, play(goals, keys)),
-        measure(goals, play(targets, keys)),
+        measure(goals, play(goals, test)),
+        measure(goals, play(targets, test)),
         count * trials * (generations * population + 4),
     )
 

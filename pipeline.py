@@ -81,7 +81,7 @@ def presets() -> dict[str, dict[str, Plan]]:
             paper.search, steps=5_000_000, cells=128, batch=128, episodes=10, hidden=(64, 64),
             critic_hidden=(64, 64), td3_batch=64,
         ),
-        DatasetConfig(trajectories=8192, zones=50, typical=True, disturbance=0.05),
+        DatasetConfig(trajectories=8192, typical=True, disturbance=0.05),
         small_qdt,
     )  # fmt: skip
     ant = replace(
@@ -341,6 +341,7 @@ def show_dataset(directory: Path, naive: bool) -> None:
 
 # --- experiments ------------------------------------------------------------------------------------
 
+CALIBRATION_SEED = 0xCA1  # apart from the episodes on which the calibration is judged
 EVALUATION_SEED = 0xE7A1  # apart from everything that a search, a dataset or a training draws
 
 
@@ -378,7 +379,8 @@ def goals_of(lineage: Lineage) -> jax.Array:
     return evaluate.goals(lineage.task, lineage.task.zones)
 
 
-def _accuracy(measured: evaluate.Accuracy) -> dict[str, Any]:
+def averages(measured: evaluate.Accuracy) -> dict[str, Any]:
+    """An accuracy with its means over the goals; of the fitness, the maximum, as in figure 13."""
     return measured._asdict() | {
         "mean_distance": float(jnp.nanmean(measured.distance)),
         "mean_spread": float(jnp.nanmean(measured.spread)),
@@ -390,10 +392,15 @@ def evaluate_accuracy(lineage: Lineage, key: jax.Array) -> dict[str, Any]:
     """The repertoire's nearest policies, and every QDT of the run, on goals that cover the space."""
     task, goals, repertoire = lineage.task, goals_of(lineage), lineage.repertoire()
     result = {"repertoire": evaluate.accuracy_of_repertoire(task, repertoire, goals, key=key)}
-    keys = jax.random.split(key, (len(goals), evaluate.EPISODES))
+    keys = episode_keys(goals, key)
     for name, model in models(lineage).items():
         result[name] = evaluate.measure(goals, training.play(task, model, goals, keys))
-    return {name: _accuracy(measured) for name, measured in result.items()}
+    return {name: averages(measured) for name, measured in result.items()}
+
+
+def episode_keys(goals: jax.Array, key: jax.Array) -> jax.Array:
+    """The same starts for everything that is compared on the goals of a run."""
+    return jax.random.split(key, (len(goals), evaluate.EPISODES))
 
 
 def evaluate_reassessment(lineage: Lineage, key: jax.Array) -> dict[str, Any]:
@@ -415,17 +422,18 @@ def evaluate_reproducibility(lineage: Lineage, key: jax.Array) -> dict[str, Any]
 
 
 def evaluate_calibration(lineage: Lineage, key: jax.Array) -> dict[str, Any]:
-    task, model = lineage.task, load_model(lineage)
+    task, model, goals = lineage.task, load_model(lineage), goals_of(lineage)
     found = evaluate.calibrate(
         task,
         lambda targets, keys: training.play(task, model, targets, keys),
-        goals_of(lineage),
-        key=key,
+        goals,
+        test=episode_keys(goals, key),
+        key=jax.random.fold_in(key, CALIBRATION_SEED),
     )
     return {
         "targets": found.targets,
-        "before": _accuracy(found.before),
-        "after": _accuracy(found.after),
+        "before": averages(found.before),
+        "after": averages(found.after),
         "episodes": found.episodes,
     }
 
@@ -436,14 +444,14 @@ def evaluate_generalization(lineage: Lineage, key: jax.Array) -> dict[str, Any]:
     trained = (lineage.directory / "qdt" / "config.json").exists()
     config = trained_config(lineage) if trained else lineage.plan.train
     changes = [f"train.{n}={v}" for n, v in _changes(config)]
-    keys = jax.random.split(key, (len(goals), evaluate.EPISODES))
+    keys = episode_keys(goals, key)
     result = {}
     for how in ("", *datasets.PRUNINGS):
         model = do_train(lineage.directory, changes, naive=False, prune=how)
         view = datasets.prune(data, how, seed=lineage.seed) if how else None
         counts, _ = datasets.density(data, view=view)
         measured = evaluate.measure(goals, training.play(task, model, goals, keys))
-        result[how or "all"] = {"density": counts} | _accuracy(measured)
+        result[how or "all"] = {"density": counts} | averages(measured)
     return result
 
 
@@ -452,6 +460,7 @@ def summary(experiment: str, result: dict[str, Any]) -> list[str]:
     if experiment in ("accuracy", "generalize"):
         return [
             f"{name}: distance {r['mean_distance']:.4g}, spread {r['mean_spread']:.4g}"
+            + (f", {int(r['diverged'])} episodes diverged" if r["diverged"] else "")
             for name, r in result.items()
         ]
     if experiment == "reassess":

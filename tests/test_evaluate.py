@@ -1,5 +1,7 @@
 """The experiments on made-up repertoires whose answers are known by hand."""
 
+from itertools import combinations
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,8 @@ import pytest
 
 import evaluate
 import me_ls
-from envs import Episodes, PointOmni, State, TaskConfig
+import pipeline
+from envs import Episodes, PointOmni, State, TaskConfig, rollout
 from runs import UserError
 
 KEY = jax.random.key(0)
@@ -25,7 +28,20 @@ class Still(PointOmni):
         return self._state(action, jnp.zeros(2), jnp.array(-1.0), state.time + 1)
 
 
+class Scattered(Still):
+    """The same, but a random start leads beside it and decides what the way costs."""
+
+    def reset(self, key: jax.Array) -> State:
+        start = jax.random.uniform(key, (2,), minval=-0.6, maxval=0.6)
+        return self._state(start, start, jnp.zeros(()), jnp.zeros((), int))
+
+    def step(self, state: State, action: jax.Array) -> State:
+        _, start = state.physics
+        return self._state(action + start, start, -jnp.abs(action + start[0]).sum(), state.time + 1)
+
+
 TASK = Still(TaskConfig("point-omni", length=3, reach=1.0))
+SCATTERED = Scattered(TaskConfig("point-omni", length=3, reach=1.0))
 
 
 def constant_policies(places: list[list[float]]) -> me_ls.MLP:
@@ -53,6 +69,12 @@ def test_accuracy_plays_the_policy_stored_nearest_and_measures_where_it_really_g
     np.testing.assert_allclose(result.fitness, [-3.0, -3.0])
 
 
+def test_the_nearest_policy_is_judged_by_its_descriptor_and_not_by_its_cell():
+    two = repertoire([[0.5, 0.0], [-0.5, 0.0]], [[0.1, 0.0], [-0.9, 0.0]])
+    two = eqx.tree_at(lambda r: r.centroids, two, jnp.array([[0.9, 0.0], [-0.1, 0.0]]))
+    assert evaluate.nearest_policy(two, jnp.array([[-0.1, 0.0]])).tolist() == [0]
+
+
 def test_an_empty_cell_is_nobodys_nearest_policy():
     both = repertoire([[0.5, 0.5], [-0.5, -0.5]], [[0.5, 0.5], [-0.5, -0.5]])
     both = eqx.tree_at(lambda r: r.fitness, both, jnp.array([0.0, -jnp.inf]))
@@ -65,6 +87,9 @@ def test_an_empty_repertoire_is_refused():
     )
     with pytest.raises(UserError, match="empty"):
         evaluate.accuracy_of_repertoire(TASK, none, jnp.zeros((1, 2)), key=KEY)
+    for experiment in (evaluate.reassess, evaluate.reproducibility):
+        with pytest.raises(UserError, match="empty"):
+            experiment(TASK, none, key=KEY)
 
 
 def test_distance_and_spread_of_four_corners():
@@ -85,6 +110,24 @@ def test_a_diverged_episode_is_left_out_of_the_distance_and_counted():
     assert result.diverged == 1
 
 
+def test_a_goal_with_fewer_than_two_sound_episodes_has_no_spread():
+    """Zero would call a policy steady that was hardly ever seen to arrive."""
+    ends = jnp.array([[[0.0, 0.0], [jnp.nan, 0.0]], [[0.0, 0.0], [0.0, 2.0]]])
+    episodes = Episodes(jnp.zeros((2, 2)), ends, jnp.array([[False, True], [False, False]]))
+    np.testing.assert_array_equal(evaluate.measure(jnp.zeros((2, 2)), episodes).spread, [np.nan, 2])
+
+
+def test_the_average_of_an_accuracy_leaves_out_goals_that_were_not_measured():
+    ends = jnp.array([[[0.0, 0.0], [0.0, 2.0]], [[3.0, 0.0], [3.0, 0.0]], [[jnp.nan, 0.0]] * 2])
+    fitness = jnp.array([[1.0, 3.0], [-1.0, -3.0], [jnp.nan, jnp.nan]])
+    measured = evaluate.measure(jnp.zeros((3, 2)), Episodes(fitness, ends, jnp.isnan(fitness)))
+    result = pipeline.averages(measured)
+    assert result["mean_distance"] == (1 + 3) / 2
+    assert result["mean_spread"] == (2 + 0) / 2
+    assert result["max_fitness"] == 2
+    assert result["diverged"] == 2
+
+
 def test_reassessment_moves_every_policy_to_where_it_really_goes():
     """Two policies claim different cells and go to the same one: coverage halves."""
     two = repertoire([[0.5, 0.5], [0.5, 0.4]], [[0.5, 0.5], [-0.5, -0.5]])
@@ -93,6 +136,33 @@ def test_reassessment_moves_every_policy_to_where_it_really_goes():
     assert again.after["coverage"] == 0.5
     assert again.repertoire.occupied.tolist() == [True, False]
     assert again.spread == pytest.approx(0.0, abs=1e-6)
+
+
+def test_reassessment_agrees_with_a_transcription_of_the_appendix():
+    """Mean fitness, most frequent behaviour, an empty repertoire, the fitter one stays (C.2.1)."""
+    rng = np.random.default_rng(0)
+    places, centroids = rng.uniform(-0.9, 0.9, (2, 40, 2))
+    found = repertoire(places.tolist(), centroids.tolist())
+    again = evaluate.reassess(SCATTERED, found, episodes=5, key=KEY)
+
+    played = rollout(SCATTERED, found.policies, jax.random.split(KEY, (40, 5)))
+    best: dict[int, float] = {}
+    spreads = []
+    for fitness, ends in zip(
+        np.asarray(played.fitness), np.asarray(played.descriptor), strict=True
+    ):
+        cells = [int(np.argmin(((centroids - end) ** 2).sum(axis=1))) for end in ends]
+        cell = max(cells, key=cells.count)  # of several, the first
+        best[cell] = max(best.get(cell, -np.inf), float(fitness.mean()))
+        spreads += [np.mean([np.linalg.norm(a - b) for a, b in combinations(ends, 2)])]
+
+    assert 2 < len(best) < 40  # some cells are fought for, some stay empty
+    assert {int(c): float(again.repertoire.fitness[c]) for c in best} == pytest.approx(best)
+    assert again.after["coverage"] == pytest.approx(len(best) / 40)
+    assert again.after["max_fitness"] == pytest.approx(max(best.values()))
+    worst = SCATTERED.length * SCATTERED.worst_reward
+    assert again.after["qd_score"] == pytest.approx(sum(max(f - worst, 0) for f in best.values()))
+    assert again.spread == pytest.approx(np.mean(spreads), rel=1e-5)
 
 
 def test_an_empty_cell_does_not_take_part_in_the_reassessment():
@@ -127,7 +197,10 @@ def test_calibration_finds_what_to_ask_a_policy_that_always_misses_by_the_same_a
         return Episodes(jnp.zeros(keys.shape), ends + noise, jnp.zeros(keys.shape, bool))
 
     goals = jnp.array([[0.0, 0.0], [0.4, 0.3], [-0.5, 0.2]])
-    found = evaluate.calibrate(TASK, play, goals, generations=12, key=KEY)
+    test = jax.random.split(jax.random.key(1), (3, 10))
+    found = evaluate.calibrate(TASK, play, goals, test, generations=12, key=KEY)
+    alone = evaluate.measure(goals, play(goals, test))
+    np.testing.assert_array_equal(found.before.distance, alone.distance)
     assert float(found.before.distance.mean()) == pytest.approx(0.05**0.5, abs=0.02)
     assert float(found.after.distance.mean()) < 0.5 * float(found.before.distance.mean())
     assert found.episodes == 3 * 4 * (12 * 6 + 4)
