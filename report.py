@@ -5,9 +5,11 @@ Reads in this order: the paper's numbers, gathering, tables, figures, the page.
 """
 
 import base64
+import dataclasses
 import html
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +18,8 @@ from matplotlib.figure import Figure
 
 import plots
 from dataset import PRUNINGS
-from pipeline import Lineage, open_run
+from envs import make_task
+from pipeline import Lineage, Plan, open_run, presets
 from runs import UserError, read_json, read_metrics, write_safely
 
 # --- the paper's numbers ----------------------------------------------------------------------------
@@ -55,7 +58,7 @@ PAPER_REASSESSMENT = {
     "PGAME-LS": ((100, 53), (1194, 1073), (2.63e6, 1.36e6)),
 }
 
-RATIOS = (  # what the paper claims is that these are below 1
+RATIOS = (  # what the paper claims is that these are below 1 in distance
     ("ME-LS", "ME"),
     ("PGAME-LS", "PGAME"),
     ("ME-Sampling", "ME"),
@@ -98,7 +101,7 @@ class Found(NamedTuple):
         return method_name(self.lineage.algo)
 
 
-ACCURACY = {"goals": {}, "distance": {}, "mean_distance": {}, "mean_spread": {}}
+ACCURACY = {n: {} for n in ("goals", "distance", "mean_distance", "mean_spread", "diverged")}
 METRICS = {"coverage": {}, "max_fitness": {}, "qd_score": {}}
 NEEDED: dict[str, dict[str, Any]] = {  # what the report reads of each experiment; *: of all entries
     "accuracy": {"repertoire": ACCURACY, "*": ACCURACY},
@@ -132,25 +135,49 @@ def read_result(path: Path) -> Any:
 
 def gather(directories: Iterable[Path]) -> dict[str, list[Found]]:
     """By task. A directory that holds several runs stands for all of them."""
-    found = defaultdict(list)
+    places: dict[Path, Path] = {}  # a run that is named twice is one run
     for directory in directories:
         inside = sorted(path.parent.parent for path in directory.glob("**/search/config.json"))
         if not inside:
             raise UserError(f"{directory} holds no run.")
         for run in inside:
-            lineage = open_run(run)
-            results = {p.stem: read_result(p) for p in sorted(run.glob("evaluation/*.json"))}
-            metrics = run / "search" / "metrics.jsonl"
-            training = {
-                p.parent.name: read_metrics(p) for p in sorted(run.glob("qdt*/metrics.jsonl"))
-            }
-            found[lineage.plan.task.task].append(
-                Found(lineage, results, read_metrics(metrics) if metrics.exists() else [], training)
-            )
+            places.setdefault(run.resolve(), run)
+    found = defaultdict(list)
+    for run in places.values():
+        lineage = open_run(run)
+        results = {p.stem: read_result(p) for p in sorted(run.glob("evaluation/*.json"))}
+        metrics = run / "search" / "metrics.jsonl"
+        training = {p.parent.name: read_metrics(p) for p in sorted(run.glob("qdt*/metrics.jsonl"))}
+        found[lineage.plan.task.task].append(
+            Found(lineage, results, read_metrics(metrics) if metrics.exists() else [], training)
+        )
     order = {name: i for i, name in enumerate(METHODS)}
     for runs in found.values():
         runs.sort(key=lambda f: (order[f.method], f.lineage.seed, str(f.lineage.directory)))
+        refuse_mixtures(runs)
     return dict(found)
+
+
+def refuse_mixtures(runs: Sequence[Found]) -> None:
+    """All runs of a task play the same episodes; those of a method differ in their seed alone."""
+    first: dict[str, Found] = {}
+    for run in runs:
+        twin = first.setdefault(run.method, run)
+        for other, stage in ((runs[0], "task"), (twin, "search")):
+            a, b = (dataclasses.asdict(getattr(r.lineage.plan, stage)) for r in (other, run))
+            if different := [n for n in a if a[n] != b[n] and n != "checkpoint_seconds"]:
+                raise UserError(
+                    f"{other.lineage.directory} and {run.lineage.directory} do not belong into one "
+                    + "table: "
+                    + ", ".join(f"{stage}.{n} is {a[n]} there and {b[n]} here" for n in different)
+                    + "."
+                )
+    for a, b in pairwise(runs):
+        if (a.method, a.lineage.seed) == (b.method, b.lineage.seed):
+            raise UserError(
+                f"{a.lineage.directory} and {b.lineage.directory} are the same seed of {a.method}: "
+                "take one of them."
+            )
 
 
 def accuracies(runs: Sequence[Found]) -> dict[str, list[dict[str, Any]]]:
@@ -182,6 +209,20 @@ class Table(NamedTuple):
     title: str
     head: list[str]
     rows: list[list[str]]
+    note: str = ""
+
+
+def sizes(task: str, runs: Sequence[Found]) -> str:
+    """What to know before comparing numbers with the paper's; nothing for tasks that it has not."""
+
+    def of(plan: Plan) -> str:
+        played = make_task(plan.task)
+        space = " × ".join(f"[{a:g}, {b:g}]" for a, b in zip(played.low, played.high, strict=True))
+        cells = plan.search.cells
+        return f"episodes of {plan.task.length} steps, descriptors in {space}, {cells:,} cells"
+
+    theirs = presets()["paper"].get(task)
+    return f"Ours: {of(runs[0].lineage.plan)}; the paper: {of(theirs)}." if theirs else ""
 
 
 def mean_text(values: Sequence[float]) -> str:
@@ -198,9 +239,10 @@ def accuracy_table(task: str, runs: Sequence[Found]) -> Table:
     for method, results in accuracies(runs).items():
         paper = PAPER_ACCURACY.get(task, {}).get(method)
         inside = [np.nanmean(np.array(r["distance"], float)[mask]) for r in results]
+        diverged = sum(r["diverged"] for r in results)
         rows.append(
             [
-                method,
+                method + (f" ({diverged} episodes diverged)" if diverged else ""),
                 str(len(results)),
                 mean_text([r["mean_distance"] for r in results]),
                 pair_text(paper and paper[0]),
@@ -212,7 +254,11 @@ def accuracy_table(task: str, runs: Sequence[Found]) -> Table:
     reach = "" if mask is None else f" ({int(mask.sum())} of {len(mask)})"
     head = ["method", "seeds", "distance", "paper", f"distance, reachable goals{reach}"]
     return Table(
-        f"accuracy-{task}", f"Accuracy on {task} (table 1)", [*head, "spread", "paper"], rows
+        f"accuracy-{task}",
+        f"Accuracy on {task} (table 1)",
+        [*head, "spread", "paper"],
+        rows,
+        sizes(task, runs),
     )
 
 
@@ -231,7 +277,8 @@ def ratio_table(task: str, runs: Sequence[Found]) -> Table:
                 row += [f"{top / bottom:.2f}", theirs or "–"]
             rows.append(row)
     head = ["ratio", "distance", "paper", "spread", "paper"]
-    return Table(f"ratios-{task}", f"Ratios on {task}: below 1 is the paper's claim", head, rows)
+    title = f"Ratios on {task}: a distance below 1 is the paper's claim"
+    return Table(f"ratios-{task}", title, head, rows, sizes(task, runs))
 
 
 def reassessment_table(task: str, runs: Sequence[Found]) -> Table:
@@ -252,7 +299,11 @@ def reassessment_table(task: str, runs: Sequence[Found]) -> Table:
     for name in ("coverage %", "max fitness", "QD score"):
         head += [f"{name}, initial", "paper", f"{name}, re-evaluated", "paper"]
     return Table(
-        f"reassessment-{task}", f"Reassessment on {task} (table 2)", [*head, "spread"], rows
+        f"reassessment-{task}",
+        f"Reassessment on {task} (table 2)",
+        [*head, "spread"],
+        rows,
+        sizes(task, runs) if task == "halfcheetah-uni" else "",  # the paper has no other
     )
 
 
@@ -287,12 +338,15 @@ def calibration_table(task: str, runs: Sequence[Found]) -> Table:
             row += [mean_text([r[when][name] for r in results]) for when in ("before", "after")]
         rows.append(row)
     head = ["method", "seeds", "episodes", "distance", "calibrated", "spread", "calibrated"]
-    return Table(f"calibration-{task}", f"Calibration on {task}, on new episodes", head, rows)
+    return Table(
+        f"calibration-{task}", f"Calibration on {task}, on the episodes of table 1", head, rows
+    )
 
 
 def markdown(table: Table) -> str:
     lines = [table.head, ["---"] * len(table.head), *table.rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    title = f"**{table.title}** {table.note}".strip()
+    return "\n".join([title, "", *("| " + " | ".join(line) + " |" for line in lines)]) + "\n"
 
 
 def csv(table: Table) -> str:
@@ -305,7 +359,8 @@ def latex(table: Table) -> str:
     rows = [" & ".join(map(clean, row)) + r" \\" for row in (table.head, *table.rows)]
     body = [rows[0], r"\midrule", *rows[1:]]
     start = rf"\begin{{tabular}}{{l{'c' * (len(table.head) - 1)}}}"
-    return "\n".join([start, r"\toprule", *body, r"\bottomrule", r"\end{tabular}"]) + "\n"
+    title = f"% {table.title}. {table.note}".strip()
+    return "\n".join([title, start, r"\toprule", *body, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
 
 # --- figures ----------------------------------------------------------------------------------------
@@ -317,20 +372,19 @@ def figures(task_name: str, runs: Sequence[Found]) -> dict[str, tuple[str, Figur
     space = (task.low, task.high, plots.axis_names(task_name))
     distance = f"distance to the goal ({plots.unit(task_name)})"
     drawn: dict[str, tuple[str, Figure]] = {}
-    drawn["search"] = (
-        "Search: coverage, maximum fitness and QD score over environment steps (figure 10).",
-        plots.curves(
-            {
-                title: _over_seeds(runs, name)
-                for title, name in (
-                    ("coverage", "coverage"),
-                    ("maximum fitness", "max_fitness"),
-                    ("QD score", "qd_score"),
-                )
-            },
-            "environment steps",
-        ),
-    )
+    search = {
+        title: search_curves(runs, name)
+        for title, name in (
+            ("coverage", "coverage"),
+            ("maximum fitness", "max_fitness"),
+            ("QD score", "qd_score"),
+        )
+    }
+    if search["coverage"]:
+        caption = (
+            "Search: coverage, maximum fitness and QD score over environment steps (figure 10)."
+        )
+        drawn["search"] = (caption, plots.curves(search, "environment steps"))
     training = {
         distance: training_curves(runs, "distance"),
         "maximum fitness over the goals": training_curves(runs, "max_fitness"),
@@ -386,40 +440,36 @@ def _first(runs: Sequence[Found], experiment: str, *needed: str) -> dict[str, An
     return results
 
 
-def _over_seeds(runs: Sequence[Found], name: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """A metric of the search per method: steps and [seeds, steps]."""
-    return _stack(
-        (run.method, [r["steps"] for r in run.metrics], [r[name] for r in run.metrics])
+Curves = dict[str, tuple[np.ndarray, np.ndarray]]  # by method: x and values [seeds, x]
+
+
+def search_curves(runs: Sequence[Found], name: str) -> Curves:
+    """A metric of the search over environment steps."""
+    return _over_seeds(((run.method, run.metrics) for run in runs), "steps", name)
+
+
+def training_curves(runs: Sequence[Found], name: str) -> Curves:
+    """A metric of the QDTs over epochs."""
+    trained = (
+        (qdt_name(run.method, directory), metrics)
         for run in runs
-        if run.metrics
+        for directory, metrics in run.training.items()
+        if not is_pruned(directory)
     )
+    return _over_seeds(trained, "epoch", name)
 
 
-def training_curves(runs: Sequence[Found], name: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """A metric of the training per QDT: epochs and [seeds, epochs]."""
-    rows = []
-    for run in runs:
-        for directory, metrics in run.training.items():
-            with_value = [r for r in metrics if r.get(name) is not None]
-            if with_value and not is_pruned(directory):
-                epochs = [r["epoch"] for r in with_value]
-                method = qdt_name(run.method, directory)
-                rows.append((method, epochs, [r[name] for r in with_value]))
-    return _stack(rows)
-
-
-def _stack(
-    rows: Iterable[tuple[str, Sequence[float | int], Sequence[float | int]]],
-) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Curves of the same name, cut to the shortest, as one array."""
+def _over_seeds(logs: Iterable[tuple[str, list[dict[str, Any]]]], x: str, y: str) -> Curves:
+    """The curves of each name, where all of them have a value."""
     curves = defaultdict(list)
-    for name, x, y in rows:
-        curves[name].append((x, y))
+    for name, rows in logs:
+        curve = {r[x]: r[y] for r in rows if r.get(x) is not None and r.get(y) is not None}
+        if curve:
+            curves[name].append(curve)
     stacked = {}
-    for name, found in curves.items():
-        length = min(len(x) for x, _ in found)
-        x = np.array(found[0][0][:length], float)
-        stacked[name] = (x, np.array([y[:length] for _, y in found], float))
+    for name, seeds in curves.items():
+        common = sorted(set.intersection(*map(set, seeds)))
+        stacked[name] = (np.array(common, float), np.array([[c[i] for i in common] for c in seeds]))
     return stacked
 
 
@@ -486,7 +536,7 @@ def _runs_list(runs: Sequence[Found]) -> str:
     items = []
     for run in runs:
         config, task = run.lineage.plan.search, run.lineage.plan.task
-        steps = run.metrics[-1]["steps"] if run.metrics else 0
+        steps = run.metrics[-1]["steps"] if run.metrics else config.steps
         items.append(
             f"<li>{run.method}, seed {run.lineage.seed}: {steps:,} environment steps, episodes of "
             f"{task.length}, {config.cells} cells, preset {html.escape(run.lineage.plan.preset)}</li>"
@@ -500,4 +550,7 @@ def _html_table(table: Table) -> str:
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
         for row in table.rows
     )
-    return f"<h3>{html.escape(table.title)}</h3><table><tr>{head}</tr>{rows}</table>"
+    return (
+        f"<h3>{html.escape(table.title)}</h3><p>{html.escape(table.note)}</p>"
+        f"<table><tr>{head}</tr>{rows}</table>"
+    )

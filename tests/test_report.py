@@ -1,36 +1,87 @@
 """The report's tables, from made-up results whose rows are known by hand."""
 
+import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from pipeline import Lineage, make_plan
 from report import (
     Found,
     accuracies,
     accuracy_table,
     calibration_table,
     csv,
+    gather,
     generalization_table,
     latex,
     markdown,
     ratio_table,
     read_result,
     reassessment_table,
+    search_curves,
     training_curves,
 )
 from runs import UserError
 
 
 def found(algo: str, seed: int, **results: Any) -> Found:
-    lineage: Any = SimpleNamespace(algo=algo, seed=seed)
-    return Found(lineage, results, metrics=[], training={})
+    plan = make_plan("tiny", "", [f"search.algo={algo}"])
+    return Found(Lineage(Path("run"), plan, seed), results, metrics=[], training={})
+
+
+def write_run(directory: Path, algo: str, seed: int, length: int = 30, **search: Any) -> None:
+    """The beginning of a run, as far as the report reads it."""
+    task = {"task": "point-omni", "length": length, "backend": "spring", "reach": 1.5}
+    config = {"preset": "tiny", "seed": seed, "task": task, "search": {"algo": algo, **search}}
+    (directory / "search").mkdir(parents=True)
+    (directory / "search" / "config.json").write_text(json.dumps({"config": config}))
 
 
 def measured(*distance: float) -> dict[str, Any]:
     mean = sum(distance) / len(distance)
-    return {"distance": list(distance), "mean_distance": mean, "mean_spread": 2 * mean}
+    means = {"mean_distance": mean, "mean_spread": 2 * mean}
+    return {"distance": list(distance), "diverged": 0} | means
+
+
+def test_a_run_that_is_named_twice_is_one_run(tmp_path: Path):
+    write_run(tmp_path / "a", "me", seed=0)
+    write_run(tmp_path / "b", "me-ls", seed=0)
+    (runs,) = gather([tmp_path, tmp_path / "a", tmp_path / "b" / ".." / "a"]).values()
+    assert [run.method for run in runs] == ["ME", "ME-LS"]
+
+
+@pytest.mark.parametrize(
+    ("other", "complaint"),
+    [
+        ({"seed": 1, "steps": 9}, "search.steps is 500000 there and 9 here"),
+        ({"seed": 1, "length": 9}, "task.length is 30 there and 9 here"),
+        ({"seed": 0}, "the same seed of ME"),
+    ],
+)
+def test_a_mean_over_seeds_is_of_seeds_alone(tmp_path: Path, other: dict, complaint: str):
+    write_run(tmp_path / "a", "me", seed=0)
+    write_run(tmp_path / "b", "me", **other)
+    with pytest.raises(UserError, match=complaint):
+        gather([tmp_path])
+
+
+def test_budgets_of_different_methods_may_differ(tmp_path: Path):
+    write_run(tmp_path / "a", "me", seed=0)
+    write_run(tmp_path / "b", "me-ls", seed=0, steps=9, checkpoint_seconds=1.0)
+    assert len(gather([tmp_path])["point-omni"]) == 2
+
+
+def test_curves_are_averaged_where_all_seeds_have_a_value():
+    curves = [{10: 1.0, 20: 2.0, 30: 3.0}, {20: 4.0, 30: 7.0, 40: 9.0}]
+    runs = [
+        found("me", seed)._replace(metrics=[{"steps": x, "coverage": y} for x, y in curve.items()])
+        for seed, curve in enumerate(curves)
+    ]
+    ((steps, values),) = search_curves([*runs, found("me", seed=2)], "coverage").values()
+    assert steps.tolist() == [20, 30]
+    assert values.tolist() == [[2, 3], [4, 7]]
 
 
 def test_accuracy_is_mean_and_deviation_over_seeds_beside_the_papers():
@@ -38,7 +89,9 @@ def test_accuracy_is_mean_and_deviation_over_seeds_beside_the_papers():
         found("me", seed=0, accuracy={"repertoire": measured(0.1, 0.3)}),
         found("me", seed=1, accuracy={"repertoire": measured(0.3, 0.5), "qdt": measured(0.1, 0.2)}),
     ]
-    assert accuracy_table("halfcheetah-uni", runs).rows == [
+    table = accuracy_table("halfcheetah-uni", runs)
+    assert "Ours: episodes of 30 steps" in table.note and "the paper: episodes of 250" in table.note
+    assert table.rows == [
         ["ME", "2", "0.3 ± 0.1", "0.1633 ± 0.0047", "–", "0.6 ± 0.2", "0.1545 ± 0.0045"],
         ["QDT(ME)", "1", "0.15", "0.12 ± 0", "–", "0.3", "0.13 ± 0"],
     ]
@@ -54,6 +107,12 @@ def test_goals_that_no_repertoire_reaches_are_told_apart():
     table = accuracy_table("point-omni", runs)
     assert table.head[4] == "distance, reachable goals (2 of 3)"
     assert table.rows == [["ME", "1", "5", "–", "3", "10", "–"]]
+
+
+def test_episodes_that_diverged_are_told():
+    result = {"repertoire": measured(1) | {"diverged": 3}}
+    ((name, *_),) = accuracy_table("point-omni", [found("me", 0, accuracy=result)]).rows
+    assert name == "ME (3 episodes diverged)"
 
 
 def test_ratios_compare_the_same_seeds():
@@ -109,7 +168,8 @@ def test_qdts_of_pruned_datasets_stay_out_of_the_comparison_of_methods():
 def test_a_table_says_the_same_in_three_formats():
     runs = [found("me", s, accuracy={"repertoire": measured(s + 1)}) for s in range(2)]
     table = accuracy_table("point-omni", runs)._replace(head=list("abcdefg"))
-    assert markdown(table).splitlines()[2] == "| ME | 2 | 1.5 ± 0.5 | – | – | 3 ± 1 | – |"
+    assert markdown(table).startswith("**Accuracy on point-omni (table 1)**")
+    assert markdown(table).splitlines()[-1] == "| ME | 2 | 1.5 ± 0.5 | – | – | 3 ± 1 | – |"
     assert csv(table).splitlines()[1] == '"ME","2","1.5 ± 0.5","–","–","3 ± 1","–"'
     assert r"ME & 2 & 1.5 $\pm$ 0.5 & -- & -- & 3 $\pm$ 1 & -- \\" in latex(table).splitlines()
 
