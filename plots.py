@@ -117,8 +117,8 @@ def cell_maps(
     drawn = {t: (np.asarray(c, float), np.asarray(v, float)) for t, (c, v) in panels.items()}
     limits = _shared_limits([values for _, values in drawn.values()])
     limits = (0.0, limits[1]) if from_zero else limits
-    columns = min(len(drawn), 4)
-    figure, axes = _panels(columns, rows=-(-len(drawn) // columns))
+    rows = -(-len(drawn) // 4)
+    figure, axes = _panels(columns=-(-len(drawn) // rows), rows=rows)
     for ax in axes.flat[len(drawn) :]:
         ax.set_axis_off()
     colours = "viridis" if lighter_is == "high" else "viridis_r"
