@@ -80,8 +80,8 @@ SetOption = Annotated[
     typer.Option(
         "--set",
         metavar="STAGE.FIELD=VALUE",
-        help="Any field of the stages task, search, dataset or train, such as search.cells=256. "
-        "Can be repeated; `qdt run --dry-run` shows all fields.",
+        help="Any field of the stage that the command makes, such as search.cells=256 or "
+        "task.length=100. Can be repeated; `qdt run --dry-run` shows all fields.",
         show_default="as in the preset",
     ),
 ]
@@ -170,7 +170,7 @@ def search(
     start_jax(distributed, coordinator, num_processes, process_id)
     import pipeline
 
-    plan = pipeline.make_plan(preset, task, set_ or [])
+    plan = pipeline.make_plan(preset, task, set_ or [], stages=["task", "search"])
     pipeline.do_search(out, plan, algo, seed)
 
 

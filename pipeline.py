@@ -11,7 +11,7 @@ Reads in this order: presets, the plan, run directories, the stages, experiments
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,8 +99,10 @@ def presets() -> dict[str, dict[str, Plan]]:
     }
 
 
-def make_plan(preset: str, task: str, changes: list[str]) -> Plan:
-    """The preset's plan with `STAGE.FIELD=VALUE` changes."""
+STAGES = ("task", "search", "dataset", "train")
+
+
+def preset_plan(preset: str, task: str) -> Plan:
     plans = presets()[preset]
     task = task or next(iter(plans))
     if task in plans:
@@ -108,18 +110,25 @@ def make_plan(preset: str, task: str, changes: list[str]) -> Plan:
     else:  # any other task with the sizes of the preset's own
         plan = next(iter(plans.values()))
         plan = replace(plan, task=TaskConfig(task, length=plan.task.length))
+    return replace(plan, preset=str(preset))
+
+
+def make_plan(preset: str, task: str, changes: list[str], stages: Sequence[str] = STAGES) -> Plan:
+    """The preset's plan with `STAGE.FIELD=VALUE` changes."""
+    plan = change_plan(preset_plan(preset, task), changes, stages)
     make_task(plan.task)
-    return change_plan(replace(plan, preset=str(preset)), changes)
+    return plan
 
 
-def change_plan(plan: Plan, changes: list[str]) -> Plan:
-    stages = ("task", "search", "dataset", "train")
+def change_plan(plan: Plan, changes: list[str], stages: Sequence[str] = STAGES) -> Plan:
+    """A change of another stage than those that the command makes would have no effect: refused."""
     for change in changes:
         name, _, value = change.partition("=")
         stage, _, option = name.partition(".")
         if stage not in stages or not option or not value:
             raise UserError(
-                f"--set takes STAGE.FIELD=VALUE with a stage of {', '.join(stages)}, not {change!r}."
+                f"--set takes STAGE.FIELD=VALUE, here with {' or '.join(stages)} as the stage, "
+                f"not {change!r}."
             )
         old = getattr(plan, stage)
         new = make_config(type(old), dataclasses.asdict(old) | {option: value})
@@ -180,7 +189,7 @@ def open_run(directory: Path) -> Lineage:
         known = False
     if not known:
         raise UserError(f"{path} is not the config of a search.")
-    plan = replace(make_plan(preset, task.task, []), task=task)
+    plan = replace(preset_plan(preset, task.task), task=task)
     make_task(task)
     search = dataclasses.asdict(plan.search) | config["search"]
     return Lineage(directory, replace(plan, search=make_config(PGAMEConfig, search)), seed)
@@ -216,7 +225,7 @@ def do_search(directory: Path, plan: Plan, algo: str, seed: int) -> Lineage:
 
 def do_dataset(directory: Path, changes: list[str], naive: bool) -> datasets.Dataset:
     lineage = open_run(directory)
-    config = change_plan(lineage.plan, changes).dataset
+    config = change_plan(lineage.plan, changes, stages=["dataset"]).dataset
     # Naive: all policies play, and all that they play is stored.
     config = replace(config, naive=naive, typical=config.typical and not naive)
     about = {"task": lineage.plan.task, "dataset": config, "seed": lineage.seed}
@@ -239,7 +248,7 @@ def open_dataset(lineage: Lineage, naive: bool = False) -> datasets.Dataset:
 
 def do_train(directory: Path, changes: list[str], naive: bool, prune: str) -> QDT:
     lineage = open_run(directory)
-    config = change_plan(lineage.plan, changes).train
+    config = change_plan(lineage.plan, changes, stages=["train"]).train
     data = open_dataset(lineage, naive)
     name = "-".join(["qdt", *(["naive"] if naive else []), *([prune] if prune else [])])
     about = {"train": config, "prune": prune, "seed": lineage.seed}

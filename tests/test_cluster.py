@@ -68,11 +68,15 @@ def start_two(*arguments: object) -> list[subprocess.Popen[str]]:
 
 def stages(directory: Path) -> list[tuple[object, ...]]:
     """The commands of a lineage."""
-    settings = [part for change in CHANGES for part in ("--set", change)]
+
+    def settings(stage: str) -> list[str]:
+        own = [change for change in CHANGES if change.startswith(stage)]
+        return [part for change in own for part in ("--set", change)]
+
     return [
-        ("search", "--preset", "tiny", "--out", directory, *settings),
-        ("dataset", directory, *settings),
-        ("train", directory, *settings),
+        ("search", "--preset", "tiny", "--out", directory, *settings("search")),
+        ("dataset", directory, *settings("dataset")),
+        ("train", directory, *settings("train")),
     ]
 
 

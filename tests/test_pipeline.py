@@ -20,6 +20,7 @@ import pytest
 
 import cli
 import dataset
+import envs
 import me_ls
 import pgame_ls
 import pipeline
@@ -30,23 +31,19 @@ from envs import make_task, rollout
 from runs import UserError
 
 ROOT = Path(__file__).parents[1]
-SMALL = [
-    "search.steps=150000",
-    "dataset.trajectories=384",
-    "train.epochs=2",
-    "train.evaluate_every=1",
-    "train.goal_episodes=2",
-]
+SEARCH = ["search.steps=150000"]
+DATASET = ["dataset.trajectories=384"]
+TRAIN = ["train.epochs=2", "train.evaluate_every=1", "train.goal_episodes=2"]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small lineage: ME-LS, dataset, QDT."""
     directory = tmp_path_factory.mktemp("runs") / "me-ls"
-    plan = pipeline.make_plan("tiny", "", SMALL)
+    plan = pipeline.make_plan("tiny", "", SEARCH)
     pipeline.do_search(directory, plan, "me-ls", seed=0)
-    pipeline.do_dataset(directory, SMALL, naive=False)
-    pipeline.do_train(directory, SMALL, naive=False, prune="")
+    pipeline.do_dataset(directory, DATASET, naive=False)
+    pipeline.do_train(directory, TRAIN, naive=False, prune="")
     return directory
 
 
@@ -99,12 +96,12 @@ def test_negative_targets_need_no_tricks():
 
 def test_a_finished_stage_is_not_done_again(run: Path):
     before = (run / "search" / "repertoire.qdt").stat().st_mtime_ns
-    pipeline.do_search(run, pipeline.make_plan("tiny", "", SMALL), "me-ls", seed=0)
+    pipeline.do_search(run, pipeline.make_plan("tiny", "", SEARCH), "me-ls", seed=0)
     assert (run / "search" / "repertoire.qdt").stat().st_mtime_ns == before
 
 
 def test_another_config_on_the_same_run_is_refused_with_the_difference(run: Path):
-    plan = pipeline.make_plan("tiny", "", [*SMALL, "search.cells=32"])
+    plan = pipeline.make_plan("tiny", "", [*SEARCH, "search.cells=32"])
     with pytest.raises(UserError, match=r"search\.cells is 64 there and 32 here"):
         pipeline.do_search(run, plan, "me-ls", seed=0)
 
@@ -171,6 +168,37 @@ def test_a_model_of_another_configuration_is_refused(run: Path, tmp_path: Path):
 def test_a_setting_that_makes_no_sense_gets_one_sentence(change: str, complaint: str):
     with pytest.raises(UserError, match=complaint):
         pipeline.make_plan("tiny", "", [change])
+
+
+def test_a_setting_of_another_stage_is_not_ignored(run: Path, tmp_path: Path):
+    with pytest.raises(UserError, match=r"dataset as the stage, not 'train\.width=8'"):
+        pipeline.do_dataset(run, ["train.width=8"], naive=False)
+    with pytest.raises(UserError, match="train as the stage"):
+        pipeline.do_train(run, ["dataset.trajectories=9"], naive=False, prune="")
+    command = ["search", "--preset", "tiny", "--out", str(tmp_path / "run"), "--set"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "cli.py"), *command, "train.width=8"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and "task or search as the stage" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_robot_that_brax_has_for_another_engine_alone_can_be_a_task(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Exercise 4: its plan and its run never build the robot with the preset's engine."""
+
+    class SwimmerOmni(envs.OmniTask):
+        robot, own_reach = "swimmer", 3.0
+
+    monkeypatch.setitem(envs.TASKS, "swimmer-omni", SwimmerOmni)
+    plan = pipeline.make_plan("laptop", "swimmer-omni", ["task.backend=generalized"])
+    about = {"preset": "laptop", "task": plan.task, "search": plan.search, "seed": 0}
+    with runs.open_stage(tmp_path / "search", about):
+        pass
+    assert pipeline.open_run(tmp_path).task.action_size == 2
 
 
 def test_unknown_tasks_and_directories_that_are_no_runs_get_one_sentence(tmp_path: Path):
@@ -271,7 +299,7 @@ def test_a_training_that_is_killed_and_resumed_ends_with_the_very_same_model(
     run: Path, tmp_path: Path
 ):
     """Compared is a training of the same directory in one go, by processes of the same kind."""
-    settings = [*SMALL, "train.checkpoint_seconds=0.0"]
+    settings = [*TRAIN, "train.checkpoint_seconds=0.0"]
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
         for stage in ("search", "dataset"):
@@ -304,7 +332,7 @@ def test_a_dataset_of_another_task_with_the_same_sizes_is_refused(run: Path):
 
 def test_a_loss_that_is_not_a_number_stops_the_training(run: Path, tmp_path: Path):
     lineage = pipeline.open_run(run)
-    plan = pipeline.change_plan(lineage.plan, [*SMALL, "train.learning_rate=1e30"])
+    plan = pipeline.change_plan(lineage.plan, [*TRAIN, "train.learning_rate=1e30"])
     data = dataset.open_dataset(run / "dataset")
     stage = runs.Stage(tmp_path / "qdt", {})
     with pytest.raises(UserError, match="not a number"):
