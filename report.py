@@ -486,6 +486,7 @@ table {{ border-collapse: collapse; margin: 1rem 0; font-size: 0.9rem; display: 
          overflow-x: auto; }}
 th, td {{ padding: 0.3rem 0.7rem; border-bottom: 1px solid #ddd; text-align: right; }}
 th:first-child, td:first-child {{ text-align: left; }}
+td {{ white-space: nowrap; }}
 figure {{ margin: 1.5rem 0; }} img {{ max-width: 100%; }} figcaption {{ color: #555; }}
 </style></head><body>
 <h1>Quality-Diversity Transformer: report</h1>
@@ -551,6 +552,7 @@ def _html_table(table: Table) -> str:
         for row in table.rows
     )
     return (
-        f"<h3>{html.escape(table.title)}</h3><p>{html.escape(table.note)}</p>"
-        f"<table><tr>{head}</tr>{rows}</table>"
+        f"<h3>{html.escape(table.title)}</h3>"
+        + (f"<p>{html.escape(table.note)}</p>" if table.note else "")
+        + f"<table><tr>{head}</tr>{rows}</table>"
     )
