@@ -73,15 +73,12 @@ def accuracy_of_repertoire(
     task: Task,
     repertoire: Repertoire,
     goals: Float[Array, "goals d"],
-    episodes: int = EPISODES,
-    *,
-    key: Key[Array, ""],
+    keys: Key[Array, "goals episodes"],
 ) -> Accuracy:
     """For each goal plays the policy whose stored descriptor is nearest to it."""
     refuse_empty(repertoire)
     cell = nearest_policy(repertoire, goals)
     chosen = jax.tree.map(lambda x: x[cell], repertoire.policies)
-    keys = jax.random.split(key, (len(goals), episodes))
     return measure(goals, rollout(task, chosen, keys))
 
 

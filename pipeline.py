@@ -400,8 +400,8 @@ def averages(measured: evaluate.Accuracy) -> dict[str, Any]:
 def evaluate_accuracy(lineage: Lineage, key: jax.Array) -> dict[str, Any]:
     """The repertoire's nearest policies, and every QDT of the run, on goals that cover the space."""
     task, goals, repertoire = lineage.task, goals_of(lineage), lineage.repertoire()
-    result = {"repertoire": evaluate.accuracy_of_repertoire(task, repertoire, goals, key=key)}
     keys = episode_keys(goals, key)
+    result = {"repertoire": evaluate.accuracy_of_repertoire(task, repertoire, goals, keys)}
     for name, model in models(lineage).items():
         result[name] = evaluate.measure(goals, training.play(task, model, goals, keys))
     return {name: averages(measured) for name, measured in result.items()}

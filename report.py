@@ -180,6 +180,15 @@ def refuse_mixtures(runs: Sequence[Found]) -> None:
             )
 
 
+def by_method(runs: Sequence[Found], experiment: str) -> dict[str, list[Any]]:
+    """The results of an experiment, one per seed."""
+    results = defaultdict(list)
+    for run in runs:
+        if experiment in run.results:
+            results[run.method].append(run.results[experiment])
+    return dict(results)
+
+
 def accuracies(runs: Sequence[Found]) -> dict[str, list[dict[str, Any]]]:
     """By method, one result per seed: repertoires first, then QDTs."""
     rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -282,12 +291,8 @@ def ratio_table(task: str, runs: Sequence[Found]) -> Table:
 
 
 def reassessment_table(task: str, runs: Sequence[Found]) -> Table:
-    by_method = defaultdict(list)
-    for run in runs:
-        if "reassess" in run.results:
-            by_method[run.method].append(run.results["reassess"])
     rows = []
-    for method, results in by_method.items():
+    for method, results in by_method(runs, "reassess").items():
         row = [method, str(len(results))]
         paper = PAPER_REASSESSMENT.get(method) if task == "halfcheetah-uni" else None
         for i, (name, scale) in enumerate((("coverage", 100), ("max_fitness", 1), ("qd_score", 1))):
@@ -308,32 +313,29 @@ def reassessment_table(task: str, runs: Sequence[Found]) -> Table:
 
 
 def generalization_table(task: str, runs: Sequence[Found]) -> Table:
-    by_dataset = defaultdict(list)
-    for run in runs:
-        for how, result in run.results.get("generalize", {}).items():
-            by_dataset[qdt_name(run.method, "qdt"), how].append(result)
-    rows = [
-        [
-            *names,
-            str(len(results)),
-            f"{np.mean([np.sum(r['density']) for r in results]):,.0f}",
-            mean_text([r["mean_distance"] for r in results]),
-            mean_text([r["mean_spread"] for r in results]),
-        ]
-        for names, results in by_dataset.items()
-    ]
+    rows = []
+    for method, seeds in by_method(runs, "generalize").items():
+        for how in seeds[0]:
+            results = [seed[how] for seed in seeds if how in seed]
+            rows.append(
+                [
+                    qdt_name(method, "qdt"),
+                    how,
+                    str(len(results)),
+                    f"{np.mean([np.sum(r['density']) for r in results]):,.0f}",
+                    mean_text([r["mean_distance"] for r in results]),
+                    mean_text([r["mean_spread"] for r in results]),
+                ]
+            )
     head = ["method", "dataset", "seeds", "trajectories", "distance", "spread"]
     return Table(f"generalization-{task}", f"Generalization on {task} (figures 6, 12)", head, rows)
 
 
 def calibration_table(task: str, runs: Sequence[Found]) -> Table:
-    by_method = defaultdict(list)
-    for run in runs:
-        if "calibrate" in run.results:
-            by_method[qdt_name(run.method, "qdt")].append(run.results["calibrate"])
     rows = []
-    for method, results in by_method.items():
-        row = [method, str(len(results)), f"{np.mean([r['episodes'] for r in results]):,.0f}"]
+    for method, results in by_method(runs, "calibrate").items():
+        episodes = np.mean([r["episodes"] for r in results])
+        row = [qdt_name(method, "qdt"), str(len(results)), f"{episodes:,.0f}"]
         for name in ("mean_distance", "mean_spread"):
             row += [mean_text([r[when][name] for r in results]) for when in ("before", "after")]
         rows.append(row)
@@ -432,12 +434,11 @@ def figures(task_name: str, runs: Sequence[Found]) -> dict[str, tuple[str, Figur
 
 def _first(runs: Sequence[Found], experiment: str, *needed: str) -> dict[str, Any]:
     """By method, the result of the first seed that has what is needed."""
-    results: dict[str, Any] = {}
-    for run in runs:
-        result = run.results.get(experiment, {})
-        if result and set(needed) <= set(result):
-            results.setdefault(run.method, result)
-    return results
+    return {
+        method: sound[0]
+        for method, results in by_method(runs, experiment).items()
+        if (sound := [r for r in results if set(needed) <= set(r)])
+    }
 
 
 Curves = dict[str, tuple[np.ndarray, np.ndarray]]  # by method: x and values [seeds, x]

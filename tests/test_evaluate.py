@@ -63,7 +63,7 @@ def test_accuracy_plays_the_policy_stored_nearest_and_measures_where_it_really_g
     tells_the_truth, lies = [0.5, 0.5], [-0.5, -0.5]
     both = repertoire([tells_the_truth, [0.0, -0.5]], [tells_the_truth, lies])
     goals = jnp.array([[0.5, 0.5], [-0.5, -0.5]])
-    result = evaluate.accuracy_of_repertoire(TASK, both, goals, episodes=4, key=KEY)
+    result = evaluate.accuracy_of_repertoire(TASK, both, goals, jax.random.split(KEY, (2, 4)))
     np.testing.assert_allclose(result.distance, [0.0, 0.5], atol=1e-5)
     np.testing.assert_allclose(result.spread, [0.0, 0.0], atol=1e-5)
     np.testing.assert_allclose(result.fitness, [-3.0, -3.0])
@@ -86,7 +86,7 @@ def test_an_empty_repertoire_is_refused():
         lambda r: r.fitness, repertoire([[0.5, 0.5]], [[0.5, 0.5]]), jnp.array([-jnp.inf])
     )
     with pytest.raises(UserError, match="empty"):
-        evaluate.accuracy_of_repertoire(TASK, none, jnp.zeros((1, 2)), key=KEY)
+        evaluate.accuracy_of_repertoire(TASK, none, jnp.zeros((1, 2)), KEY[None, None])
     for experiment in (evaluate.reassess, evaluate.reproducibility):
         with pytest.raises(UserError, match="empty"):
             experiment(TASK, none, key=KEY)
