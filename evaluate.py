@@ -1,33 +1,39 @@
-"""Experiments: from a repertoire or a QDT to the numbers of the paper's tables and figures.
+"""Experiments: from a repertoire or a conditioned policy to the numbers of the paper's tables and figures.
 
     accuracy          section 5.2, table 1, figures 5 and 9: asked for a goal, how near does it get
     reproducibility   section 3.2, figures 2, 7 and 8: the same policy again and again
     reassess          appendix C.2.1, table 2: what a repertoire is worth after a second look
-    calibrate         ours: which target makes the QDT land on the goal
+    calibrate         ours: which target makes a conditioned policy land on the goal
 
-Each experiment is a pure function to plain arrays. Drawing is in `plots.py`; `report.py` gathers.
+Each experiment is a pure function to plain arrays; `EXPERIMENTS` has them by name, as `qdt evaluate` makes
+them. Drawing and tabulating is the machinery's.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from envs import Episodes, Policy, Task, disturb, rollout
+from envs import Episodes, State, Task, path, rollout
+from machinery.files import UserError
+from machinery.streams import stream
 from me_ls import (
-    RULES,
+    Offspring,
     Repertoire,
     characterise,
     cvt,
+    find_rule,
     insert,
     nearest,
     repertoire_metrics,
     spread,
 )
-from runs import UserError
+from qdt import ConditionedPolicy, play
 
 EPISODES = 10  # per goal and per re-evaluated policy, as in the paper
 
@@ -116,16 +122,15 @@ def reassess(
     refuse_empty(repertoire)
     keys = jax.random.split(key, (len(repertoire.fitness), episodes))
     played = rollout(task, repertoire.policies, keys)
-    offspring = characterise(RULES["me-ls"], repertoire.policies, played, repertoire.centroids)
-    offspring = offspring._replace(valid=offspring.valid & repertoire.occupied)
+    character, valid = characterise(find_rule("me-ls"), played, repertoire.centroids)
+    offspring = Offspring(repertoire.policies, character, valid & repertoire.occupied)
     sound = repertoire.occupied[:, None] & ~played.diverged
-    empty = jax.tree.map(jnp.copy, repertoire)
     empty = eqx.tree_at(
         lambda r: (r.fitness, r.spread),
-        empty,
-        (jnp.full_like(empty.fitness, -jnp.inf), jnp.full_like(empty.spread, jnp.inf)),
+        repertoire,
+        (jnp.full_like(repertoire.fitness, -jnp.inf), jnp.full_like(repertoire.spread, jnp.inf)),
     )
-    again, _ = insert(offspring, empty, RULES["me"].replaces)
+    again, _ = insert(empty, offspring, find_rule("me").replaces)
     return Reassessment(
         _plain(repertoire_metrics(task, repertoire)),
         _plain(repertoire_metrics(task, again)),
@@ -155,7 +160,7 @@ def reachable(
 class Reproducibility(NamedTuple):
     cells: Int[Array, " policies"]
     descriptor: Float[Array, "policies episodes d"]
-    path: Float[Array, "policies episodes length d"]
+    path: Float[Array, "policies episodes time d"]
     spread: Float[Array, " policies"]
 
 
@@ -175,10 +180,9 @@ def reproducibility(
     cells = nearest_policy(repertoire, (low + high) / 2 + direction * (high - low) / 4)
     chosen = jax.tree.map(lambda x: x[cells], repertoire.policies)
     keys = jax.random.split(key, (len(cells), episodes))
-    played = rollout(task, chosen, keys, record="path")
-    assert played.path is not None
+    played = rollout(task, chosen, keys, record=path)
     spreads = jax.vmap(spread)(played.descriptor, ~played.diverged)
-    return Reproducibility(cells, played.descriptor, played.path, spreads)
+    return Reproducibility(cells, played.descriptor, played.recorded, spreads)
 
 
 # --- calibration ------------------------------------------------------------------------------------
@@ -193,7 +197,7 @@ class Calibration(NamedTuple):
 
 def calibrate(
     task: Task,
-    play: Callable[[Array, Array], Episodes],
+    play: Callable[[Float[Array, "n d"], Key[Array, "n episodes"]], Episodes],
     goals: Float[Array, "goals d"],
     test: Key[Array, "goals episodes"],
     generations: int = 5,
@@ -256,32 +260,130 @@ def calibrate(
 # --- filming ----------------------------------------------------------------------------------------
 
 
-class Film(NamedTuple):
-    """What a viewer needs of one episode, a row per step."""
+class Film(eqx.Module):
+    """What a viewer needs of an episode, a row per state."""
 
-    position: Float[Array, "time bodies 3"]
-    rotation: Float[Array, "time bodies 4"]
-    path: Float[Array, "time d"]
-    contact: Bool[Array, "time feet"]
-    reward: Float[Array, " time"]
+    position: Float[Array, "*time bodies 3"]
+    rotation: Float[Array, "*time bodies 4"]
+    path: Float[Array, "*time d"]
+    contact: Bool[Array, "*time feet"]
 
 
-@eqx.filter_jit
-def film(
-    task: Task, policy: Policy, keys: Key[Array, " episodes"], disturbance: float = 0.0
-) -> Film:
-    """Plays episodes with one policy, as `envs.rollout` does, and records where every body is."""
+class Filming(eqx.Module):
+    """Records where every body is: filming is a rollout like any other."""
 
-    def one(key: Key[Array, ""]) -> Film:
-        def step(carry: tuple, _: None) -> tuple[tuple, Film]:
-            state, memory = carry
-            action, memory = policy.act(memory, state)
-            action = disturb(jnp.clip(action, -1.0, 1.0), disturbance, key, state.time)
-            state = task.step(state, action)
-            frame = Film(*task.pose(state), state.descriptor, task.touching(state), state.reward)
-            return (state, memory), frame
+    task: Task
 
-        start = task.reset(key)
-        return jax.lax.scan(step, (start, policy.start()), length=task.length)[1]
+    def __call__(self, state: State, action: Float[Array, " action"]) -> Film:
+        return Film(*self.task.pose(state), state.descriptor, self.task.touching(state))
 
-    return jax.vmap(one)(keys)
+
+# --- by name ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What experiments look at: what a run holds."""
+
+    task: Task
+    seed: int
+    repertoire: Repertoire
+    models: dict[str, ConditionedPolicy]  # by the name of their directory; the run's own is first
+
+    @property
+    def goals(self) -> Float[Array, "goals d"]:
+        return goals(self.task, self.task.zones)
+
+    @property
+    def key(self) -> Key[Array, ""]:
+        return stream(self.seed, "evaluation")
+
+    @property
+    def episode_keys(self) -> Key[Array, "goals episodes"]:
+        """The same starts for everything that is compared on the goals of a run."""
+        return jax.random.split(self.key, (self.task.zones, EPISODES))
+
+    def measure(self, model: ConditionedPolicy) -> Accuracy:
+        return measure(self.goals, play(self.task, model, self.goals, self.episode_keys))
+
+
+def averages(measured: Accuracy) -> dict[str, Any]:
+    """An accuracy with its means over the goals; of the fitness, the maximum, as in figure 13."""
+    return measured._asdict() | {
+        "mean_distance": float(jnp.nanmean(measured.distance)),
+        "mean_spread": float(jnp.nanmean(measured.spread)),
+        "max_fitness": float(jnp.nanmax(measured.fitness)),
+    }
+
+
+def evaluate_accuracy(subject: Subject) -> dict[str, Any]:
+    """The repertoire's nearest policies, and every model of the run, on goals that cover the space."""
+    task, keys = subject.task, subject.episode_keys
+    repertoire = accuracy_of_repertoire(task, subject.repertoire, subject.goals, keys)
+    result = {"repertoire": averages(repertoire)}
+    return result | {name: averages(subject.measure(m)) for name, m in subject.models.items()}
+
+
+def evaluate_reassessment(subject: Subject) -> dict[str, Any]:
+    repertoire = subject.repertoire
+    again = reassess(subject.task, repertoire, key=subject.key)
+    return {
+        "centroids": repertoire.centroids,
+        "fitness": jnp.where(repertoire.occupied, repertoire.fitness, jnp.nan),  # as found
+        "before": again.before,
+        "after": again.after,
+        "spread": again.spread,
+        "reachable": reachable(subject.goals, again.descriptor),
+    }
+
+
+def evaluate_reproducibility(subject: Subject) -> dict[str, Any]:
+    return reproducibility(subject.task, subject.repertoire, key=subject.key)._asdict()
+
+
+def evaluate_calibration(subject: Subject) -> dict[str, Any]:
+    if not subject.models:
+        raise UserError("there is no trained model to calibrate; `qdt train` makes one.")
+    model = next(iter(subject.models.values()))
+    found = calibrate(
+        subject.task,
+        partial(play, subject.task, model),
+        subject.goals,
+        test=subject.episode_keys,
+        key=stream(subject.seed, "calibration"),
+    )
+    return {
+        "targets": found.targets,
+        "before": averages(found.before),
+        "after": averages(found.after),
+        "episodes": found.episodes,
+    }
+
+
+EXPERIMENTS: dict[str, Callable[[Subject], dict[str, Any]]] = {
+    "accuracy": evaluate_accuracy,
+    "reproducibility": evaluate_reproducibility,
+    "reassess": evaluate_reassessment,
+    "calibrate": evaluate_calibration,
+}
+
+
+def summary(experiment: str, result: dict[str, Any]) -> list[str]:
+    """One line for each number that an experiment is about."""
+    if experiment in ("accuracy", "generalize"):
+        return [
+            f"{name}: distance {r['mean_distance']:.4g}, spread {r['mean_spread']:.4g}"
+            + (f", {int(r['diverged'])} episodes diverged" if r["diverged"] else "")
+            for name, r in result.items()
+        ]
+    if experiment == "reassess":
+        before, after = result["before"], result["after"]
+        names = ("coverage", "max_fitness", "qd_score")
+        return [f"{n}: {before[n]:.4g}, re-evaluated {after[n]:.4g}" for n in names] + [
+            f"spread, re-evaluated: {result['spread']:.4g}"
+        ]
+    if experiment == "calibrate":
+        before, after = result["before"]["mean_distance"], result["after"]["mean_distance"]
+        cost = result["episodes"]
+        return [f"distance {before:.4g}, calibrated {after:.4g}, found in {cost:,} episodes"]
+    return [f"spread of three policies: {', '.join(f'{float(s):.4g}' for s in result['spread'])}"]

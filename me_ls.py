@@ -9,12 +9,13 @@ replaces the policy of its cell:
     me-sampling  E episodes; mean fitness, geometric median of the descriptors; higher mean fitness
     me-ls        E episodes; mean fitness, most frequent cell, spread; higher fitness and lower spread
 
-Tasks and episodes come from `envs.py`, files from `runs.py`; `pgame_ls.py` builds on this file.
-Reads in this order: config, policy, repertoire, the algorithms, insertion, one iteration, the search.
+Such a difference is a `Rule`, and `RULES` lists them all: a further one is one line there. A search is
+a value, `MapElites`, with `init(key) -> state` and `step(state, key) -> (state, metrics)`; both are pure.
+
+Tasks and episodes come from `envs.py`; `pgame_ls.py` builds on this file.
+Reads in this order: config, policy, repertoire, summing up episodes, rules, insertion, the search.
 """
 
-import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,10 +26,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from envs import Episodes, State, Task, devices, replicate, rollout
-from runs import Progress, Stage, Stopped, UserError, finish_iteration_on_signal, stop_requested
-
-ALGORITHMS = ("me", "me-sampling", "me-ls", "pgame", "pgame-ls")
+from envs import Episodes, State, Task, rollout
+from machinery.config import require_at_least, require_layers
+from machinery.files import UserError
+from machinery.machine import devices
 
 
 @dataclass(frozen=True)
@@ -37,39 +38,18 @@ class SearchConfig:
 
     algo: str = "me-ls"
     steps: int = 500_000_000  # budget of environment steps; open: "hundreds of millions"
-    iterations: int = 0  # a budget of iterations instead; 0: what the steps allow
+    iterations: int | None = None  # a budget of iterations instead
     cells: int = 1024  # of the repertoire
     batch: int = 1000  # policies per iteration, also the number of random ones at the start (open)
-    episodes: int = 10  # of each policy; `me` and `pgame` play one
+    episodes: int = 10  # of each policy, where the algorithm plays more than one
     hidden: tuple[int, ...] = (256, 256)  # layers of a policy
     iso_sigma: float = 0.005  # variation: noise on every weight
     line_sigma: float = 0.05  # variation: noise along the line to another policy
-    checkpoint_seconds: float = 120.0  # ours
 
     def __post_init__(self) -> None:
-        for name in ("steps", "cells", "batch", "episodes"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}.")
-        if self.iterations < 0:
-            raise UserError(f"iterations must not be negative, it is {self.iterations}.")
-        if self.algo not in ALGORITHMS:
-            raise UserError(f"unknown algorithm {self.algo!r}; there are {', '.join(ALGORITHMS)}.")
-        for name in ("iso_sigma", "line_sigma"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise UserError(f"{name} must not be negative, it is {getattr(self, name)}.")
-        if self.algo.endswith("-ls") and self.episodes < 2:
-            raise UserError(f"{self.algo} compares episodes: it needs at least 2 per policy.")
-        if not self.hidden or min(self.hidden) < 1:
-            raise UserError(f"hidden must be sizes of layers such as 256,256, not {self.hidden}.")
-
-    @property
-    def episodes_played(self) -> int:
-        return 1 if self.algo in ("me", "pgame") else self.episodes
-
-    def budget(self, task: Task) -> int:
-        """In iterations."""
-        per_iteration = self.batch * self.episodes_played * task.length
-        return self.iterations or -(-self.steps // per_iteration)
+        require_at_least(1, self, "steps", "iterations", "cells", "batch", "episodes")
+        require_at_least(0, self, "iso_sigma", "line_sigma")
+        require_layers(self, "hidden")
 
 
 # --- policies -------------------------------------------------------------------------------------
@@ -99,7 +79,7 @@ class MLP(eqx.Module):
 
 
 def _linear(inputs: int, outputs: int, key: Key[Array, ""]) -> eqx.nn.Linear:
-    """Weights of variance 1 / inputs and no bias, so that random policies saturate now and then."""
+    """Weights of variance 1 / inputs, biases of zero: random policies saturate now and then."""
     layer = eqx.nn.Linear(inputs, outputs, key=key)
     weight = jax.nn.initializers.lecun_uniform(in_axis=1, out_axis=0)(key, layer.weight.shape)
     return eqx.tree_at(lambda x: (x.weight, x.bias), layer, (weight, jnp.zeros(outputs)))
@@ -165,9 +145,11 @@ def nearest(centroids: Float[Array, "cells d"], points: Float[Array, "*n d"]) ->
     ).reshape(points.shape[:-1])
 
 
-def empty_repertoire(task: Task, config: SearchConfig, centroids: Array) -> Repertoire:
+def empty_repertoire(
+    task: Task, hidden: tuple[int, ...], centroids: Float[Array, "cells d"]
+) -> Repertoire:
     cells, size = centroids.shape
-    policies = random_policies(task, config.hidden, jax.random.split(jax.random.key(0), cells))
+    policies = random_policies(task, hidden, jax.random.split(jax.random.key(0), cells))
     return Repertoire(
         jax.tree.map(jnp.zeros_like, policies),
         jnp.full(cells, -jnp.inf),
@@ -223,17 +205,29 @@ def geometric_median(points: Float[Array, "n d"], rounds: int = 100) -> Float[Ar
     return candidates[jnp.argmin(jax.vmap(total_distance)(candidates))]
 
 
-def characterise_once(fitness: Array, descriptors: Array, centroids: Array) -> Character:
+def characterise_once(
+    fitness: Float[Array, " episodes"],
+    descriptors: Float[Array, "episodes d"],
+    centroids: Float[Array, "cells d"],
+) -> Character:
     """`me`: the one episode is taken at its word."""
     return Character(fitness[0], descriptors[0], jnp.zeros(()))
 
 
-def characterise_by_median(fitness: Array, descriptors: Array, centroids: Array) -> Character:
+def characterise_by_median(
+    fitness: Float[Array, " episodes"],
+    descriptors: Float[Array, "episodes d"],
+    centroids: Float[Array, "cells d"],
+) -> Character:
     """`me-sampling`: mean fitness, geometric median of the descriptors."""
     return Character(jnp.mean(fitness), geometric_median(descriptors), spread(descriptors))
 
 
-def characterise_by_mode(fitness: Array, descriptors: Array, centroids: Array) -> Character:
+def characterise_by_mode(
+    fitness: Float[Array, " episodes"],
+    descriptors: Float[Array, "episodes d"],
+    centroids: Float[Array, "cells d"],
+) -> Character:
     """`me-ls`: mean fitness, most frequent cell, spread.
 
     The descriptor that is stored is the mean of those in that cell. Cells are convex: it lies in it.
@@ -244,7 +238,7 @@ def characterise_by_mode(fitness: Array, descriptors: Array, centroids: Array) -
     return Character(jnp.mean(fitness), descriptor, spread(descriptors))
 
 
-# --- insertion ------------------------------------------------------------------------------------
+# --- rules ----------------------------------------------------------------------------------------
 
 
 def fitter(new: Character, old: Character) -> Bool[Array, ""]:
@@ -256,20 +250,57 @@ def fitter_and_steadier(new: Character, old: Character) -> Bool[Array, ""]:
     return (new.fitness > old.fitness) & (new.spread < old.spread)
 
 
-class Rule(NamedTuple):
-    """An algorithm: how it sums up a policy's episodes, and when one policy replaces another."""
+def select_uniformly(repertoire: Repertoire, count: int, *, key: Key[Array, ""]) -> MLP:
+    """Policies of `count` occupied cells, uniformly and with replacement."""
+    cells = len(repertoire.fitness)
+    chance = repertoire.occupied / jnp.maximum(repertoire.occupied.sum(), 1)
+    chosen = jax.random.choice(key, cells, (count,), p=chance)
+    return jax.tree.map(lambda x: x[chosen], repertoire.policies)
 
-    characterise: Callable[[Array, Array, Array], Character]
-    replaces: Callable[[Character, Character], Array]
+
+@dataclass(frozen=True)
+class Rule:
+    """All that tells one algorithm from another, and how it is called and drawn."""
+
+    title: str  # as in the paper's tables
+    about: str
+    colour: str
+    characterise: Callable[[Array, Array, Array], Character]  # how episodes are summed up
+    replaces: Callable[[Character, Character], Array]  # when one policy replaces another
+    least_episodes: int = 1  # that its comparison makes sense with
+    several: bool = True  # whether it plays `config.episodes` per policy, or a single one
+    select: Callable[..., MLP] = select_uniformly  # how parents are selected
+    config: type[SearchConfig] = SearchConfig
+    search: "Callable[..., MapElites] | None" = None  # of a task and a config; None: `MapElites`
 
 
-RULES = {
-    "me": Rule(characterise_once, fitter),
-    "me-sampling": Rule(characterise_by_median, fitter),
-    "me-ls": Rule(characterise_by_mode, fitter_and_steadier),
-    "pgame": Rule(characterise_once, fitter),
-    "pgame-ls": Rule(characterise_by_mode, fitter_and_steadier),
+RULES: dict[str, Rule] = {
+    "me": Rule("ME", "MAP-Elites", "#8c8c8c", characterise_once, fitter, several=False),
+    "me-sampling": Rule(
+        "ME-Sampling",
+        "MAP-Elites with several episodes",
+        "#b07aa1",
+        characterise_by_median,
+        fitter,
+    ),
+    "me-ls": Rule(
+        "ME-LS",
+        "MAP-Elites Low-Spread",
+        "#e15759",
+        characterise_by_mode,
+        fitter_and_steadier,
+        least_episodes=2,
+    ),
 }
+
+
+def find_rule(algo: str) -> Rule:
+    if algo not in RULES:
+        raise UserError(f"unknown algorithm {algo!r}; there are {', '.join(RULES)}.")
+    return RULES[algo]
+
+
+# --- insertion ------------------------------------------------------------------------------------
 
 
 class Offspring(NamedTuple):
@@ -280,10 +311,10 @@ class Offspring(NamedTuple):
     valid: Bool[Array, " batch"]
 
 
-@eqx.filter_jit(donate="all-except-first")  # the repertoire is changed in place
+@eqx.filter_jit
 def insert(
-    offspring: Offspring,
     repertoire: Repertoire,
+    offspring: Offspring,
     replaces: Callable[[Character, Character], Array],
 ) -> tuple[Repertoire, Int[Array, ""]]:
     """Inserts a batch exactly as if its members came one after another; also counts acceptances.
@@ -320,14 +351,29 @@ def insert(
     return Repertoire(kept, fitness, descriptor, spread, repertoire.centroids), accepted.sum()
 
 
-# --- one iteration --------------------------------------------------------------------------------
-
-
 @eqx.filter_jit
+def characterise(
+    rule: Rule, episodes: Episodes, centroids: Float[Array, "cells d"]
+) -> tuple[Character, Bool[Array, " policies"]]:
+    """The character of each policy of a batch, and whether none of its episodes diverged."""
+    of_batch = jax.vmap(rule.characterise, in_axes=(0, 0, None))
+    character = of_batch(episodes.fitness, episodes.descriptor, centroids)
+    return character, ~episodes.diverged.any(axis=1)
+
+
+# --- variation ------------------------------------------------------------------------------------
+
+
 def vary(
-    repertoire: Repertoire, count: int, iso_sigma: float, line_sigma: float, *, key: Key[Array, ""]
+    repertoire: Repertoire,
+    count: int,
+    iso_sigma: float,
+    line_sigma: float,
+    select: Callable[..., MLP] = select_uniformly,
+    *,
+    key: Key[Array, ""],
 ) -> MLP:
-    """Iso+line variation of uniformly selected policies: x + σ₁·N(0, I) + σ₂·N(0, 1)·(y − x)."""
+    """Iso+line variation of selected policies: x + σ₁·N(0, I) + σ₂·N(0, 1)·(y − x)."""
     x_key, y_key, iso_key, line_key = jax.random.split(key, 4)
     x, y = (select(repertoire, count, key=k) for k in (x_key, y_key))
     leaves, structure = jax.tree.flatten(x)
@@ -346,39 +392,7 @@ def vary(
     return jax.tree.map(mix, x, y, iso_keys)
 
 
-def select(repertoire: Repertoire, count: int, *, key: Key[Array, ""]) -> MLP:
-    """Policies of `count` occupied cells, uniformly and with replacement."""
-    cells = len(repertoire.fitness)
-    chance = repertoire.occupied / jnp.maximum(repertoire.occupied.sum(), 1)
-    chosen = jax.random.choice(key, cells, (count,), p=chance)
-    return jax.tree.map(lambda x: x[chosen], repertoire.policies)
-
-
-def characterise(
-    rule: Rule, policies: MLP, episodes: Episodes, centroids: Float[Array, "cells d"]
-) -> Offspring:
-    """Sums up the episodes of a batch. The policies stay where they are: jit would copy them."""
-    return Offspring(policies, *sum_up(rule, episodes, centroids))
-
-
-@eqx.filter_jit
-def sum_up(
-    rule: Rule, episodes: Episodes, centroids: Float[Array, "cells d"]
-) -> tuple[Character, Bool[Array, " policies"]]:
-    """The character of each policy, and whether none of its episodes diverged."""
-    of_batch = jax.vmap(rule.characterise, in_axes=(0, 0, None))
-    character = of_batch(episodes.fitness, episodes.descriptor, centroids)
-    return character, ~episodes.diverged.any(axis=1)
-
-
-def insert_played(
-    config: SearchConfig, repertoire: Repertoire, policies: MLP, episodes: Episodes
-) -> tuple[Repertoire, dict[str, Array]]:
-    """What follows the episodes in every algorithm: characterise, insert, count."""
-    rule = RULES[config.algo]
-    offspring = characterise(rule, policies, episodes, repertoire.centroids)
-    repertoire, insertions = insert(offspring, repertoire, rule.replaces)
-    return repertoire, {"insertions": insertions, "diverged": episodes.diverged.sum()}
+# --- the search -----------------------------------------------------------------------------------
 
 
 class SearchState(eqx.Module):
@@ -387,43 +401,86 @@ class SearchState(eqx.Module):
     repertoire: Repertoire
 
 
-def first_state(task: Task, config: SearchConfig, *, key: Key[Array, ""]) -> SearchState:
-    centroids = cvt(task.low, task.high, config.cells, key=key)
-    return SearchState(empty_repertoire(task, config, centroids))
+class MapElites(eqx.Module):
+    """Algorithm 1 (ME-LS) or 2 (MAP-Elites) for batches of policies, by the rule of `config.algo`."""
+
+    task: Task
+    config: SearchConfig = eqx.field(static=True)
+
+    def __check_init__(self) -> None:
+        if self.rule.several and self.config.episodes < self.rule.least_episodes:
+            raise UserError(
+                f"{self.config.algo} compares episodes: it needs at least "
+                f"{self.rule.least_episodes} per policy."
+            )
+
+    @property
+    def rule(self) -> Rule:
+        return find_rule(self.config.algo)
+
+    @property
+    def episodes(self) -> int:
+        """That each policy plays."""
+        return self.config.episodes if self.rule.several else 1
+
+    @property
+    def steps_per_iteration(self) -> int:
+        return self.config.batch * self.episodes * self.task.length
+
+    @property
+    def iterations(self) -> int:
+        """That the budget allows."""
+        return self.config.iterations or -(-self.config.steps // self.steps_per_iteration)
+
+    def init(self, key: Key[Array, ""]) -> SearchState:
+        """An empty repertoire. Its cells depend on the key alone: algorithms with one key share them."""
+        centroids = cvt(self.task.low, self.task.high, self.config.cells, key=key)
+        return SearchState(empty_repertoire(self.task, self.config.hidden, centroids))
+
+    def step(
+        self, state: SearchState, key: Key[Array, ""]
+    ) -> tuple[SearchState, dict[str, Array | None]]:
+        """One pass through the loop, for a batch: variation, evaluation, insertion."""
+        vary_key, play_key = jax.random.split(key)
+        offspring = self.propose(state.repertoire, self.config.batch, key=vary_key)
+        episodes = self.play(offspring, key=play_key)
+        repertoire, metrics = self.insert(state.repertoire, offspring, episodes)
+        return SearchState(repertoire), metrics
+
+    @eqx.filter_jit
+    def propose(self, repertoire: Repertoire, count: int, *, key: Key[Array, ""]) -> MLP:
+        """Variations of the repertoire's policies; random ones as long as it has none."""
+
+        def random(key: Key[Array, ""]) -> MLP:
+            return random_policies(self.task, self.config.hidden, jax.random.split(key, count))
+
+        def varied(key: Key[Array, ""]) -> MLP:
+            iso, line = self.config.iso_sigma, self.config.line_sigma
+            return vary(repertoire, count, iso, line, self.rule.select, key=key)
+
+        return jax.lax.cond(repertoire.occupied.any(), varied, random, key)
+
+    def play(self, policies: MLP, *, key: Key[Array, ""], **how: Any) -> Episodes:
+        """A batch of policies, several episodes each."""
+        keys = jax.random.split(key, (self.config.batch, self.episodes))
+        return rollout(self.task, policies, keys, **how)
+
+    def insert(
+        self, repertoire: Repertoire, policies: MLP, episodes: Episodes
+    ) -> tuple[Repertoire, dict[str, Array | None]]:
+        """What follows the episodes in every algorithm: characterise, insert, count."""
+        offspring = Offspring(policies, *characterise(self.rule, episodes, repertoire.centroids))
+        repertoire, insertions = insert(repertoire, offspring, self.rule.replaces)
+        metrics = repertoire_metrics(self.task, repertoire)
+        if self.episodes == 1:
+            metrics["mean_spread"] = None  # one episode has none
+        metrics |= {"insertions": insertions, "diverged": episodes.diverged.sum()}
+        return repertoire, metrics
 
 
-def iterate(
-    task: Task, config: SearchConfig, state: SearchState, iteration: int, *, key: Key[Array, ""]
-) -> tuple[SearchState, dict[str, Array]]:
-    """One pass through the loop of algorithm 1 (or 2), for a batch of policies."""
-    vary_key, play_key = jax.random.split(key)
-    repertoire = state.repertoire
-    offspring = propose(task, config, repertoire, iteration, config.batch, key=vary_key)
-    keys = jax.random.split(play_key, (config.batch, config.episodes_played))
-    episodes = rollout(task, offspring, keys)
-    repertoire, counts = insert_played(config, repertoire, offspring, episodes)
-    return SearchState(repertoire), counts
-
-
-def propose(
-    task: Task,
-    config: SearchConfig,
-    repertoire: Repertoire,
-    iteration: int,
-    count: int,
-    *,
-    key: Key[Array, ""],
-) -> MLP:
-    """Random policies at first, variations of the repertoire's afterwards."""
-    if iteration == 0:
-        return random_policies(task, config.hidden, jax.random.split(key, count))
-    return vary(repertoire, count, config.iso_sigma, config.line_sigma, key=key)
-
-
-# --- the search -----------------------------------------------------------------------------------
-
-# No iteration has this number: the cells depend on the seed alone, whatever the algorithm and budget.
-BEFORE_ALL = 2**31 - 1
+def make_search(task: Task, config: SearchConfig) -> MapElites:
+    """The search of a config's algorithm: a value to `init` and `step`, or to hand to `drive`."""
+    return (find_rule(config.algo).search or MapElites)(task, config)
 
 
 @eqx.filter_jit
@@ -443,60 +500,11 @@ def repertoire_metrics(task: Task, repertoire: Repertoire) -> dict[str, Array]:
     }
 
 
+# What the progress line of a search shows.
 SHOWN = ("steps", "steps_per_second", "coverage", "max_fitness", "qd_score")
 SHOWN += ("mean_spread", "insertions", "diverged")
 
 
-def search(
-    task: Task,
-    config: SearchConfig,
-    seed: int,
-    stage: Stage,
-    first_state: Callable[..., Any] = first_state,
-    iterate: Callable[..., tuple[Any, dict[str, Array]]] = iterate,
-) -> Repertoire:
-    """Runs a search to its budget, from the last checkpoint if there is one.
-
-    Iteration i draws from `fold_in(key, i)` and from nothing else: a run that was killed and resumed
-    ends with the very repertoire of an undisturbed one. `pgame_ls.py` brings its own state and
-    iteration.
-    """
-    key = jax.random.key(seed)
-    total = config.budget(task)
-    per_iteration = config.batch * config.episodes_played * task.length
-    state = first_state(task, config, key=jax.random.fold_in(key, BEFORE_ALL))
-    restored = stage.restore(state)
-    start, state = restored if restored else (0, state)
-    stage.rewind_metrics(before=start)
-    state = replicate(state)
-    progress = Progress(f"{config.algo:<11}", total, start)
-    saved_at = time.monotonic()
-
-    with finish_iteration_on_signal():
-        for i in range(start, total):
-            began = time.monotonic()
-            state, counts = iterate(task, config, state, i, key=jax.random.fold_in(key, i))
-            row = {n: x.item() for n, x in counts.items()}
-            row |= {n: x.item() for n, x in repertoire_metrics(task, state.repertoire).items()}
-            if config.episodes_played == 1:
-                row["mean_spread"] = None  # one episode has none
-            if row["coverage"] == 0:
-                raise UserError("the repertoire is empty: every episode diverged.")
-            done = i + 1
-            row |= {"iteration": i, "steps": done * per_iteration}
-            row["steps_per_second"] = per_iteration / (time.monotonic() - began)
-            stage.log(row)
-            if progress.due(done):
-                progress.update(done, **{name: row[name] for name in SHOWN})
-            stopping = stop_requested()
-            overdue = time.monotonic() - saved_at > config.checkpoint_seconds
-            if done == total or stopping or overdue:
-                stage.save_checkpoint(done, state)
-                saved_at = time.monotonic()
-            if stopping:
-                progress.close()
-                raise Stopped(
-                    f"stopped after iteration {done} of {total}; the same command continues."
-                )
-    progress.close()
-    return state.repertoire
+def refuse_empty(metrics: dict[str, Any]) -> None:
+    if metrics["coverage"] == 0:
+        raise UserError("the repertoire is empty: every episode diverged.")

@@ -19,10 +19,9 @@ its own prediction one step later, y = r + γ·Q(s', π(s')), and guards against
 TD3's actor is the paper's greedy controller. It is part of the state, so that it is never lost, and
 plays along in every batch. What it plays is inserted under the same rule as everything else.
 
-Repertoire, iso+line variation, insertion, metrics and the loop over iterations are those of `me_ls.py`,
-episodes come from `envs.py`. The whole search is
-`me_ls.search(task, config, seed, stage, pgame_ls.first_state, pgame_ls.iterate)`.
-Reads in this order: config, replay buffer, networks, TD3, variation by gradient, one iteration.
+Repertoire, iso+line variation, insertion and metrics are those of `me_ls.py`, episodes come from `envs.py`.
+The search is `PGAME`, a `me_ls.py::MapElites` with a larger state and a longer step.
+Reads in this order: config, replay buffer, networks, TD3, variation by gradient, the search.
 """
 
 from dataclasses import dataclass
@@ -35,10 +34,22 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Key, PyTree
 
-import me_ls
-from envs import Episodes, Task, devices, rollout
-from me_ls import MLP, Repertoire, SearchConfig, select
-from runs import UserError
+from envs import Episodes, Task, transitions
+from machinery.config import require_at_least, require_layers
+from machinery.files import UserError
+from machinery.machine import devices, on_cpu
+from me_ls import (
+    MLP,
+    RULES,
+    MapElites,
+    Repertoire,
+    Rule,
+    SearchConfig,
+    characterise_by_mode,
+    characterise_once,
+    fitter,
+    fitter_and_steadier,
+)
 
 
 @dataclass(frozen=True)
@@ -64,19 +75,15 @@ class PGAMEConfig(SearchConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive = ("policy_steps", "critic_steps", "policy_delay", "replay", "td3_batch")
-        for name in positive:
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}.")
-        if not self.critic_hidden or min(self.critic_hidden) < 1:
-            raise UserError(
-                f"critic_hidden must be sizes of layers such as 256,256, not {self.critic_hidden}."
-            )
+        require_at_least(
+            1, self, "policy_steps", "critic_steps", "policy_delay", "replay", "td3_batch"
+        )
+        require_layers(self, "critic_hidden")
         if not 0 <= self.discount < 1:
             raise UserError(f"discount must lie in [0, 1), it is {self.discount}.")
         if not 0 <= self.gradient_share <= 1:
             raise UserError(f"gradient_share must lie in [0, 1], it is {self.gradient_share}.")
-        if self.algo.startswith("pgame") and min(self.by_gradient, self.by_variation) < 1:
+        if min(self.by_gradient, self.by_variation) < 1:
             raise UserError(
                 f"a batch of {self.batch} with gradient_share {self.gradient_share} does not hold "
                 "the greedy actor, one offspring by gradient and one by iso+line: a batch of 4 with "
@@ -130,9 +137,9 @@ def empty_replay(task: Task, transitions: int) -> Replay:
     )
 
 
-@eqx.filter_jit(donate="all-except-first")  # the buffer is changed in place, never copied
-def remember(episodes: Episodes, replay: Replay) -> Replay:
-    """Writes all episodes except those that diverged.
+@eqx.filter_jit
+def remember(replay: Replay, episodes: Episodes) -> Replay:
+    """Writes all episodes, recorded as `transitions`, except those that diverged.
 
     They go in by turns: the first episode of every policy, then the second of every policy, and so on.
     When more arrive than the buffer holds, the newest stay: the last few episodes of every policy.
@@ -148,10 +155,11 @@ def remember(episodes: Episodes, replay: Replay) -> Replay:
     def write(ring: Array, new: Array) -> Array:
         return ring.at[slot].set(new.reshape(-1, *new.shape[2:]), mode="drop")
 
+    seen = episodes.recorded
     return Replay(
-        write(replay.observations, episodes.observations),
-        write(replay.actions, episodes.actions),
-        write(replay.rewards, episodes.rewards),
+        write(replay.observations, seen.observations),
+        write(replay.actions, seen.actions[:, :, :-1]),  # nothing is done in the last state,
+        write(replay.rewards, seen.rewards[:, :, 1:]),  # and nothing has led to the first
         (replay.position + arriving) % capacity,
         jnp.minimum(replay.size + arriving, capacity),
     )
@@ -346,7 +354,7 @@ def climb(
 
 def default_climbers() -> int:
     """Policies that climb at a time on a device: a few that fit in a core's cache, or all elsewhere."""
-    return 4 if jax.default_backend() == "cpu" else 1 << 30
+    return 4 if on_cpu() else 1 << 30
 
 
 @eqx.filter_jit
@@ -355,15 +363,15 @@ def vary_by_gradient(
     parents: MLP,
     critic: Critic,
     replay: Replay,
-    together: int | None = None,
+    chunk: int | None = None,
     *,
     key: Key[Array, ""],
 ) -> MLP:
-    """Lets every parent climb. They are dealt out to the devices, `together` at a time on each."""
+    """Lets every parent climb. They are divided among the devices, a chunk at a time on each."""
     count = len(parents.layers[0].bias)
-    together = min(count, default_climbers() if together is None else together)
-    row = together * devices().size
-    padded = -(-count // row) * row
+    chunk = min(count, default_climbers() if chunk is None else chunk)
+    batch = chunk * devices().size
+    padded = -(-count // batch) * batch
     index = jnp.minimum(jnp.arange(padded), count - 1)  # the last one again, cut off at the end
     keys = jax.random.split(key, count)
     divided, everywhere = PartitionSpec("device"), PartitionSpec()
@@ -375,7 +383,7 @@ def vary_by_gradient(
         return jax.lax.map(lambda x: jax.vmap(climb_one)(*x), (parents, keys))
 
     def chunks(x: Array) -> Array:
-        return x[index].reshape(-1, together, *x.shape[1:])
+        return x[index].reshape(-1, chunk, *x.shape[1:])
 
     climbed = jax.shard_map(
         climb_share,
@@ -392,7 +400,7 @@ def vary_by_gradient(
     return jax.tree.map(unchunk, climbed)
 
 
-# --- one iteration --------------------------------------------------------------------------------
+# --- the search -----------------------------------------------------------------------------------
 
 
 class PGAMEState(eqx.Module):
@@ -403,55 +411,86 @@ class PGAMEState(eqx.Module):
     replay: Replay
 
 
-def first_state(task: Task, config: PGAMEConfig, *, key: Key[Array, ""]) -> PGAMEState:
-    """The repertoire is that of `me_ls.py`: the same cells for all algorithms."""
-    return PGAMEState(
-        me_ls.first_state(task, config, key=key).repertoire,
-        first_td3(task, config, key=jax.random.fold_in(key, 1)),
-        empty_replay(task, config.replay),
-    )
+class PGAME(MapElites):
+    """Algorithms PGAME and PGAME-LS, by the rule of `config.algo`."""
 
+    config: PGAMEConfig = eqx.field(static=True)
 
-def iterate(
-    task: Task, config: PGAMEConfig, state: PGAMEState, iteration: int, *, key: Key[Array, ""]
-) -> tuple[PGAMEState, dict[str, Array]]:
-    """One pass through the loop of PGAME (or PGAME-LS); the first one plays random policies."""
-    gradient_key, vary_key, train_key, play_key = jax.random.split(key, 4)
-    repertoire, td3, replay = state.repertoire, state.td3, state.replay
-    counts = {}
+    def init(self, key: Key[Array, ""]) -> PGAMEState:
+        return PGAMEState(
+            super().init(key).repertoire,
+            first_td3(self.task, self.config, key=jax.random.fold_in(key, 1)),
+            empty_replay(self.task, self.config.replay),
+        )
 
-    # Sampling and mutation
-    others = config.batch - 1 if iteration == 0 else config.by_variation
-    groups = [me_ls.propose(task, config, repertoire, iteration, others, key=vary_key)]
-    if iteration > 0:
-        parent_key, climb_key = jax.random.split(gradient_key)
-        parents = select(repertoire, config.by_gradient, key=parent_key)
-        critic = first_of(td3.critics)
-        groups.append(vary_by_gradient(config, parents, critic, replay, key=climb_key))
+    def step(
+        self, state: PGAMEState, key: Key[Array, ""]
+    ) -> tuple[PGAMEState, dict[str, Array | None]]:
+        """One pass through the loop: variation and training, evaluation, insertion."""
+        *vary_keys, play_key = jax.random.split(key, 4)
+        offspring, td3, loss = self.vary_and_train(state, *vary_keys)
+        episodes = self.play(offspring, key=play_key, record=transitions)
+        replay = remember(state.replay, episodes)
+        repertoire, metrics = self.insert(state.repertoire, offspring, episodes)
+        metrics |= {"critic_loss": loss, "greedy_fitness": greedy_fitness(self.task, episodes)}
+        return PGAMEState(repertoire, td3, replay), metrics
 
-        # Train the critic, and with it the greedy actor
-        td3, counts["critic_loss"] = train(config, td3, replay, key=train_key)
-    offspring = join(td3.actor, groups)
+    @eqx.filter_jit
+    def vary_and_train(
+        self,
+        state: PGAMEState,
+        gradient_key: Key[Array, ""],
+        vary_key: Key[Array, ""],
+        train_key: Key[Array, ""],
+    ) -> tuple[MLP, TD3, Float[Array, ""]]:
+        """A batch of offspring with the greedy actor first; TD3 after its training; the critics' loss.
 
-    # Evaluation
-    keys = jax.random.split(play_key, (config.batch, config.episodes_played))
-    episodes = rollout(task, offspring, keys, record="transitions")
-    replay = remember(episodes, replay)
-    counts["greedy_fitness"] = greedy_fitness(task, episodes)
+        As long as the repertoire is empty, the others are random policies, and nothing is trained.
+        """
+        repertoire, td3, replay = state.repertoire, state.td3, state.replay
 
-    # Insertion in the repertoire
-    repertoire, inserted = me_ls.insert_played(config, repertoire, offspring, episodes)
-    return PGAMEState(repertoire, td3, replay), inserted | counts
+        def begin() -> tuple[MLP, TD3, Float[Array, ""]]:
+            others = self.propose(repertoire, self.config.batch - 1, key=vary_key)
+            return others, td3, jnp.array(jnp.nan)
 
+        def go_on() -> tuple[MLP, TD3, Float[Array, ""]]:
+            parent_key, climb_key = jax.random.split(gradient_key)
+            varied = self.propose(repertoire, self.config.by_variation, key=vary_key)
+            parents = self.rule.select(repertoire, self.config.by_gradient, key=parent_key)
+            critic = first_of(td3.critics)
+            climbed = vary_by_gradient(self.config, parents, critic, replay, key=climb_key)
+            trained, loss = train(self.config, td3, replay, key=train_key)
+            both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), varied, climbed)
+            return both, trained, loss
 
-@eqx.filter_jit
-def join(greedy: MLP, groups: list[MLP]) -> MLP:
-    """One batch: the greedy actor, then the others."""
-    alone = jax.tree.map(lambda x: x[None], greedy)
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts), alone, *groups)
+        others, td3, loss = jax.lax.cond(repertoire.occupied.any(), go_on, begin)
+        batch = jax.tree.map(lambda x, y: jnp.concatenate([x[None], y]), td3.actor, others)
+        return batch, td3, loss
 
 
 def greedy_fitness(task: Task, episodes: Episodes) -> Float[Array, ""]:
     """Mean fitness of the greedy actor, the first of the batch; the worst there is if it diverged."""
     fitness = jnp.where(episodes.diverged[0], task.length * task.worst_reward, episodes.fitness[0])
     return jnp.mean(fitness)
+
+
+RULES["pgame"] = Rule(
+    "PGAME",
+    "MAP-Elites with policy gradients",
+    "#76b7b2",
+    characterise_once,
+    fitter,
+    several=False,
+    config=PGAMEConfig,
+    search=PGAME,
+)
+RULES["pgame-ls"] = Rule(
+    "PGAME-LS",
+    "the Low-Spread version of it",
+    "#4e79a7",
+    characterise_by_mode,
+    fitter_and_steadier,
+    least_episodes=2,
+    config=PGAMEConfig,
+    search=PGAME,
+)

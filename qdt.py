@@ -2,34 +2,81 @@
 
 Section 4.2 and algorithm 5 of the paper. A trajectory is read as the tokens
 (BD, O_0, A_0, BD, O_1, A_1, ...) by a causal Transformer (GPT-2), which predicts A_t from the token
-of O_t. In order: the configuration; dropout, attention and the model, written for one trajectory;
-decoding with a cache of keys and values; the loss and one step of training.
+of O_t. What makes attention and its cache fast is in `machinery/attention.py`.
 
-The mathematics is GPT-2's; three choices make it fast without changing the result. Attention goes
-over blocks of queries, so that its tokens x tokens matrix never exists at once and the half behind
-the causal mask is not computed. The last layer is computed for the O tokens only, because nothing
-reads its other outputs. Dropout draws its noise from a hash inside the loop that uses it.
+A model that can be asked for a behaviour is a `ConditionedPolicy`; the QDT is one, and `MODELS` lists them.
+Training, evaluation, report and `qdt act` know nothing else about a model.
+
+Reads in this order: the model, written for one trajectory; decoding with a cache of keys and values;
+conditioned policies; training, from a dataset to the best epoch (section 5.1).
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from functools import cached_property, partial
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, PyTree, UInt32
+from jaxtyping import Array, Float, Int, Key, PyTree, UInt32
 
-from envs import devices
-from runs import UserError
+from dataset import BatchReader, Dataset, Sizes, Trajectory, View
+from envs import Episodes, Policy, Record, State, Task, nothing, rollout
+from machinery import machine
+from machinery.attention import (
+    Block,
+    Seed,
+    attend_to_past,
+    causal_attention,
+    dropout,
+    empty_blocks,
+    tokens_in,
+)
+from machinery.config import require_at_least, require_choices
+from machinery.files import UserError
+from machinery.gradients import loss_and_gradient
+from machinery.muon import scale_by_muon
+from machinery.streams import generator, stream
+from me_ls import cvt
 
 
 @dataclass(frozen=True)
-class QDTConfig:
-    """The defaults are the paper's (its table for the QDT) wherever it names a value."""
+class TrainConfig:
+    """How a model is trained. The defaults are the paper's (table 2) wherever it names a value."""
+
+    model: str = "qdt"
+    # Trajectories per optimiser step.
+    batch_size: int = 256
+    # AdamW. The paper names no weight decay; this one is the Decision Transformer's. Muon, ours, moves
+    # the layers' matrices by orthogonal steps: on a small budget it learns several times as fast.
+    optimiser: Literal["adamw", "muon"] = "adamw"
+    learning_rate: float = 7e-4
+    weight_decay: float = 1e-4
+    # Passes over the dataset, and after how many of them the model is asked for its goals.
+    epochs: int = 100
+    evaluate_every: int = 5
+    goal_episodes: int = 10
+    # Steps in which the rate grows to its value, and whether it falls to zero on a half cosine. Ours.
+    warmup_steps: int = 0
+    decay: bool = False
+    # Share of the trajectories that is only used to look at the loss on what was not learned. Ours.
+    held_out: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_choices(self)
+        require_at_least(1, self, "batch_size", "epochs", "evaluate_every", "goal_episodes")
+        require_at_least(0, self, "warmup_steps", "weight_decay")
+        if not 0 <= self.held_out < 1:
+            raise UserError(f"held_out must lie in [0, 1), it is {self.held_out}.")
+
+
+@dataclass(frozen=True)
+class QDTConfig(TrainConfig):
+    """The paper's Transformer, and what we add to the choice."""
 
     # Transformer: layers, attention heads per layer, width of a token.
     layers: int = 4
@@ -45,39 +92,12 @@ class QDTConfig:
     tokens: Literal["three", "one"] = "three"
     # Give descriptors and observations mean 0 and deviation 1. The paper feeds them raw.
     normalise: bool = False
-    # Trajectories per optimiser step, and how many of them one device holds at once at most. Only
-    # memory and speed depend on the latter: one at a time fits a CPU's cache, a GPU wants many.
-    batch_size: int = 256
-    micro_batch: int = 1
-    # AdamW. The paper names no weight decay; this one is the Decision Transformer's. Muon, ours, moves
-    # the layers' matrices by orthogonal steps: on a small budget it learns several times as fast.
-    optimiser: Literal["adamw", "muon"] = "adamw"
-    learning_rate: float = 7e-4
-    weight_decay: float = 1e-4
-    # Passes over the dataset, and after how many of them the model is asked for its goals.
-    epochs: int = 100
-    evaluate_every: int = 5
-    goal_episodes: int = 10
-    # Steps in which the rate grows to its value, and whether it falls to zero on a half cosine. Ours.
-    warmup_steps: int = 0
-    decay: bool = False
-    # Share of the trajectories that is only used to look at the loss on what was not learned. Ours.
-    held_out: float = 0.0
-    # Gaussian noise on the actions that the QDT plays. Ours: demonstrators that were disturbed
-    # (dataset.disturbance) reached their descriptors with that noise, and so does who imitates them.
-    disturbance: float = 0.0
-    checkpoint_seconds: float = 120.0
     # Arithmetic of the matrix products and activations; weights are always kept in float32.
     precision: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
-        counts = (
-            "layers", "heads", "width", "batch_size", "micro_batch", "epochs", "evaluate_every",
-            "goal_episodes",
-        )  # fmt: skip
-        for name in counts:
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        super().__post_init__()
+        require_at_least(1, self, "layers", "heads", "width")
         if self.width % self.heads:
             raise UserError(
                 f"the width ({self.width}) must be a multiple of the heads ({self.heads})."
@@ -86,15 +106,8 @@ class QDTConfig:
             raise UserError(
                 "one token per step shows the goal at every step, not once at the start."
             )
-        for name in ("dropout", "held_out"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UserError(f"{name} must lie in [0, 1), it is {getattr(self, name)}.")
-        if not 0 <= self.disturbance < math.inf:
-            raise UserError(f"disturbance must not be negative, it is {self.disturbance}.")
-        for name, kind in get_type_hints(type(self)).items():
-            if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
-                choices = ", ".join(get_args(kind))
-                raise UserError(f"{name} must be one of {choices}, not {getattr(self, name)}.")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"dropout must lie in [0, 1), it is {self.dropout}.")
 
     @property
     def tokens_per_step(self) -> int:
@@ -103,114 +116,99 @@ class QDTConfig:
         return 2 if self.conditioning == "start" else 3
 
 
-class Trajectory(eqx.Module):
-    """One episode, or a batch of episodes along leading axes."""
-
-    descriptor: Float[Array, "*batch descriptor"]
-    observations: Float[Array, "*batch time observation"]
-    actions: Float[Array, "*batch time action"]
-    # The descriptor of the steps before each step, only read by conditioning "to-go".
-    achieved: Float[Array, "*batch time descriptor"] | None = None
+# --- conditioned policies -------------------------------------------------------------------------
 
 
-# ------------------------------------------------------------------------------------- dropout
+class Scale(eqx.Module):
+    """Makes mean 0 and deviation 1 of what has this mean and this deviation; not trained."""
 
-Seed = UInt32[Array, "2"]
+    mean: Float[Array, " n"]
+    deviation: Float[Array, " n"]
 
+    @staticmethod
+    def none(size: int) -> "Scale":
+        return Scale(jnp.zeros(size), jnp.ones(size))
 
-def kept(seed: Seed, shape: tuple[int, ...], rate: float, drawn: int = 0) -> Bool[Array, "..."]:
-    """Bernoulli(1 - rate) for every element, from a hash of the seed and the element's number.
+    @staticmethod
+    def of(sample: Float[np.ndarray, "*batch n"]) -> "Scale":
+        rows = sample.reshape(-1, sample.shape[-1])
+        return Scale(jnp.asarray(rows.mean(axis=0)), jnp.asarray(rows.std(axis=0)))
 
-    The hash ("lowbias32": every output bit depends on every input bit) is a handful of integer
-    operations that XLA fuses into whatever reads the mask. On a CPU it is 20 times as fast as
-    `jax.random.bernoulli`, which would cost about as much as the attention it disturbs. `drawn` says
-    how many elements this seed has served already.
-    """
-    bits = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape) + jnp.uint32(drawn)
-    bits = bits ^ seed[0]
-    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x7FEB352D)
-    # A second word of seed, so that the streams of two seeds are not permutations of each other.
-    bits = (bits ^ (bits >> 15) ^ seed[1]) * jnp.uint32(0x846CA68B)
-    return bits ^ (bits >> 16) < jnp.uint32((1 - rate) * 2**32)
-
-
-def dropout(x: Float[Array, "..."], seed: Seed | None, rate: float) -> Float[Array, "..."]:
-    if seed is None:
-        return x
-    return jnp.where(kept(seed, x.shape, rate), x / (1 - rate), 0)
+    def __call__(self, x: Float[Array, "*time n"]) -> Float[Array, "*time n"]:
+        mean, deviation = jax.lax.stop_gradient((self.mean, self.deviation))
+        # What never varies has no deviation to be divided by.
+        return (x - mean) / jnp.maximum(deviation, 1e-6)
 
 
-# ----------------------------------------------------------------------------------- attention
+class Statistics(eqx.Module):
+    """What a model may want to know about the trajectories it learns from, and carries with it."""
 
-# Queries whose scores exist at once: 128 rows against 750 tokens, some heads, fill a core's cache.
-BLOCK = 128
+    descriptor: Scale
+    observation: Scale
+    # Noise on the actions with which the demonstrators reached their descriptors. Whoever imitates them
+    # plays with the same noise.
+    action_noise: Float[Array, ""]
 
+    @staticmethod
+    def none(sizes: Sizes) -> "Statistics":
+        """Of trajectories about which nothing is known: inputs stay as they are."""
+        scales = Scale.none(sizes.descriptor), Scale.none(sizes.observation)
+        return Statistics(*scales, jnp.zeros(()))
 
-def attend(
-    q: Float[Array, "head query d"],
-    k: Float[Array, "head d token"],
-    v: Float[Array, "head d token"],
-    visible: Bool[Array, "query token"],
-    seed: Seed | None = None,
-    rate: float = 0.0,
-    drawn: int = 0,
-) -> Float[Array, "head query d"]:
-    """Softmax attention of some queries to the tokens that each may see, with dropout."""
-    weights, total = weigh(jnp.einsum("hqd,hdk->hqk", q / math.sqrt(q.shape[2]), k), visible)
-    if seed is not None:
-        weights = jnp.where(kept(seed, weights.shape, rate, drawn), weights / (1 - rate), 0)
-    output = jnp.einsum("hqk,hdk->hqd", weights.astype(v.dtype), v)
-    return (output / total).astype(v.dtype)
+    @staticmethod
+    def of(sample: Trajectory, action_noise: float) -> "Statistics":
+        scales = Scale.of(sample.descriptor), Scale.of(sample.observations)
+        return Statistics(*scales, jnp.array(action_noise, jnp.float32))
 
 
-def weigh(
-    scores: Float[Array, "head query token"], visible: Bool[Array, "query token"]
-) -> tuple[Float[Array, "head query token"], Float[Array, "head query 1"]]:
-    """The weights of the softmax before they are divided by their total, and that total.
+class ConditionedPolicy(eqx.Module):
+    """One policy for any behaviour: it learns from trajectories, and plays towards a target."""
 
-    Dividing the output instead is the same, for less work.
-    """
-    scores = jnp.where(visible, scores.astype(jnp.float32), -jnp.inf)
-    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
-    return weights, weights.sum(-1, keepdims=True)
+    statistics: eqx.AbstractVar[Statistics]
 
+    def error(
+        self, trajectory: Trajectory, *, key: Key[Array, ""] | None = None
+    ) -> Float[Array, ""]:
+        """What training makes small. With a key, it may be random: dropout is on."""
+        raise NotImplementedError
 
-def causal_attention(
-    q: Float[Array, "head query d"],
-    k: Float[Array, "head d token"],
-    v: Float[Array, "head d token"],
-    seed: Seed | None,
-    rate: float,
-    first: int,
-    stride: int,
-) -> Float[Array, "head query d"]:
-    """Attention of the tokens first, first + stride, ... to all tokens up to themselves.
+    def policy(self, target: Float[Array, " descriptor"]) -> Policy:
+        """Whoever plays towards this target."""
+        raise NotImplementedError
 
-    Keys and values have their tokens last: the products here and in the gradient are then all of a
-    form that a CPU multiplies at full speed (1.2 to 1.4 times as fast as features last).
-    """
-    heads, queries, _ = q.shape
-    size, drawn, outputs = max(1, BLOCK // stride), 0, []
-    for start in range(0, queries, size):
-        stop = min(start + size, queries)
-        position = first + stride * jnp.arange(start, stop)
-        seen = first + stride * (stop - 1) + 1
-        visible = jnp.arange(seen) <= position[:, None]
-        # The gradient computes a block's weights again instead of storing them, to save memory.
-        block = jax.checkpoint(partial(attend, rate=rate, drawn=drawn))
-        outputs.append(block(q[:, start:stop], k[..., :seen], v[..., :seen], visible, seed))
-        drawn += heads * (stop - start) * seen
-    return jnp.concatenate(outputs, axis=1)
+    def decays(self) -> PyTree[bool]:
+        """Which arrays weight decay is for: matrices."""
+        return jax.tree.map(lambda x: x.ndim >= 2, self)
+
+    def moves_by_muon(self) -> PyTree[bool]:
+        """Which arrays Muon is for: matrices between hidden layers."""
+        return jax.tree.map(lambda x: False, self)
+
+    def diagnose(self, batch: Trajectory) -> dict[str, Array]:
+        """Numbers about trajectories that were not learned from, which help to see what is wrong."""
+        return {}
 
 
-# --------------------------------------------------------------------------------------- model
+def play(
+    task: Task,
+    model: ConditionedPolicy,
+    targets: Float[Array, "targets d"],
+    keys: Key[Array, "targets episodes"],
+    record: Record = nothing,
+) -> Episodes:
+    """Plays episodes towards every target, many at once, with the noise that the model carries."""
+    noise = float(model.statistics.action_noise)
+    return rollout(task, targets, keys, model.policy, record, action_noise=noise)
+
+
+# --- the model ------------------------------------------------------------------------------------
 
 
 class Linear(eqx.Module):
     weight: Float[Array, "in out"]
     bias: Float[Array, " out"]
 
-    def __init__(self, size_in: int, size_out: int, *, scale: float = 0.02, key: PRNGKeyArray):
+    def __init__(self, size_in: int, size_out: int, *, scale: float = 0.02, key: Key[Array, ""]):
         self.weight = scale * jax.random.normal(key, (size_in, size_out))
         self.bias = jnp.zeros(size_out)
 
@@ -238,7 +236,7 @@ class Embedding(eqx.Module):
     linear: Linear
     norm: LayerNorm
 
-    def __init__(self, size: int, width: int, *, key: PRNGKeyArray):
+    def __init__(self, size: int, width: int, *, key: Key[Array, ""]):
         keys = jax.random.split(key)
         linear = Linear(size, width, scale=1 / math.sqrt(size), key=keys[0])
         # Normalisation forgets how long a vector is: with no bias, a target (0.1, 0.1) would look
@@ -248,18 +246,6 @@ class Embedding(eqx.Module):
 
     def __call__(self, x: Float[Array, "*token in"]) -> Float[Array, "*token width"]:
         return self.norm(self.linear(x))
-
-
-class Scale(eqx.Module):
-    """Makes mean 0 and deviation 1 of what has this mean and this deviation."""
-
-    mean: Float[Array, " n"]
-    deviation: Float[Array, " n"]
-
-    def __call__(self, x: Float[Array, "*time n"]) -> Float[Array, "*time n"]:
-        mean, deviation = jax.lax.stop_gradient((self.mean, self.deviation))
-        # What never varies has no deviation to be divided by.
-        return (x - mean) / jnp.maximum(deviation, 1e-6)
 
 
 class Layer(eqx.Module):
@@ -274,7 +260,7 @@ class Layer(eqx.Module):
     heads: int = eqx.field(static=True)
     dropout: float = eqx.field(static=True)
 
-    def __init__(self, config: QDTConfig, *, key: PRNGKeyArray):
+    def __init__(self, config: QDTConfig, *, key: Key[Array, ""]):
         width = config.width
         keys = jax.random.split(key, 4)
         # GPT-2: what is added to the residual stream starts smaller, the more layers add to it.
@@ -318,7 +304,7 @@ class Layer(eqx.Module):
         return x + dropout(y, seed_mlp, self.dropout)
 
 
-class QDT(eqx.Module):
+class QDT(ConditionedPolicy):
     """The model of algorithm 5: E_BD, E_O, E_A, E_t, Transformer and Pred_A."""
 
     embed_descriptor: Embedding
@@ -328,33 +314,33 @@ class QDT(eqx.Module):
     layers: tuple[Layer, ...]
     norm: LayerNorm
     head: Linear
-    # What the embeddings subtract and divide by; not trained. Raw inputs have 0 and 1 here.
-    descriptor_scale: Scale
-    observation_scale: Scale
+    statistics: Statistics
     config: QDTConfig = eqx.field(static=True)
 
     def __init__(
         self,
         config: QDTConfig,
+        sizes: Sizes,
+        statistics: Statistics | None = None,
         *,
-        descriptor_size: int,
-        observation_size: int,
-        action_size: int,
-        steps: int,
-        key: PRNGKeyArray,
+        key: Key[Array, ""],
     ):
         width = config.width
         keys = jax.random.split(key, 6)
-        self.embed_descriptor = Embedding(descriptor_size, width, key=keys[0])
-        self.embed_observation = Embedding(observation_size, width, key=keys[1])
-        self.embed_action = Embedding(action_size, width, key=keys[2])
-        self.embed_time = 0.02 * jax.random.normal(keys[3], (steps, width))
+        self.embed_descriptor = Embedding(sizes.descriptor, width, key=keys[0])
+        self.embed_observation = Embedding(sizes.observation, width, key=keys[1])
+        self.embed_action = Embedding(sizes.action, width, key=keys[2])
+        self.embed_time = 0.02 * jax.random.normal(keys[3], (sizes.length, width))
         layer_keys = jax.random.split(keys[4], config.layers)
         self.layers = tuple(Layer(config, key=key) for key in layer_keys)
         self.norm = LayerNorm(width)
-        self.head = Linear(width, action_size, key=keys[5])
-        self.descriptor_scale = Scale(jnp.zeros(descriptor_size), jnp.ones(descriptor_size))
-        self.observation_scale = Scale(jnp.zeros(observation_size), jnp.ones(observation_size))
+        self.head = Linear(width, sizes.action, key=keys[5])
+        known, raw = statistics or Statistics.none(sizes), Statistics.none(sizes)
+        self.statistics = (
+            known
+            if config.normalise
+            else eqx.tree_at(lambda s: s.action_noise, raw, known.action_noise)
+        )
         self.config = config
 
     def __call__(
@@ -364,7 +350,7 @@ class QDT(eqx.Module):
         actions: Float[Array, "time action"],
         achieved: Float[Array, "time descriptor"] | None = None,
         *,
-        key: PRNGKeyArray | None = None,
+        key: Key[Array, ""] | None = None,
     ) -> Float[Array, "time action"]:
         """The action predicted at each step, from everything up to that step's observation.
 
@@ -373,7 +359,7 @@ class QDT(eqx.Module):
         """
         model = self.in_precision()
         time = model.embed_time[: len(observations)]
-        o = model.embed_observation(self.observation_scale(observations)) + time
+        o = model.embed_observation(self.statistics.observation(observations)) + time
         a = model.embed_action(actions) + time
         bd = model.embed_descriptor(self.goal(descriptor, achieved))
         if self.config.conditioning == "start":
@@ -385,7 +371,7 @@ class QDT(eqx.Module):
         return model.predict(tokens, key=key).astype(jnp.float32)
 
     def predict(
-        self, tokens: Float[Array, "token width"], *, key: PRNGKeyArray | None = None
+        self, tokens: Float[Array, "token width"], *, key: Key[Array, ""] | None = None
     ) -> Float[Array, "time action"]:
         """Transformer and Pred_A: from the interleaved embeddings to an action for each O token."""
         rate, layers = self.config.dropout, self.config.layers
@@ -408,31 +394,61 @@ class QDT(eqx.Module):
     ) -> Float[Array, "*tokens descriptor"]:
         """What the BD tokens show."""
         if self.config.conditioning != "to-go":
-            return self.descriptor_scale(descriptor)
+            return self.statistics.descriptor(descriptor)
         if achieved is None:
             raise UserError('Conditioning "to-go" needs the descriptor achieved so far.')
-        return self.descriptor_scale(descriptor - achieved)
+        return self.statistics.descriptor(descriptor - achieved)
 
     def in_precision(self) -> "QDT":
         return jax.tree.map(lambda leaf: leaf.astype(self.config.precision), self)
+
+    def error(
+        self, trajectory: Trajectory, *, key: Key[Array, ""] | None = None
+    ) -> Float[Array, ""]:
+        """The loss of algorithm 5: mean((A_preds − A)²)."""
+        return jnp.mean(self.errors(trajectory, key=key))
+
+    def errors(
+        self, trajectory: Trajectory, *, key: Key[Array, ""] | None = None, blank: bool = False
+    ) -> Float[Array, " time"]:
+        """The squared error of imitation at each step; `blank`: of a model that sees no action."""
+        shown = jnp.zeros_like(trajectory.actions) if blank else trajectory.actions
+        predicted = self(
+            trajectory.descriptor, trajectory.observations, shown, trajectory.achieved, key=key
+        )
+        return jnp.mean((predicted - trajectory.actions) ** 2, axis=-1)
+
+    def diagnose(self, batch: Trajectory) -> dict[str, Array]:
+        """The loss when actions are hidden (far above the loss, it copies instead of looking), and the
+        error over the steps of an episode."""
+        return {
+            "hidden_action_loss": jnp.mean(jax.vmap(partial(self.errors, blank=True))(batch)),
+            "error_over_time": jnp.mean(jax.vmap(self.errors)(batch), axis=0),
+        }
+
+    def policy(self, target: Float[Array, " descriptor"]) -> "Conditioned":
+        return Conditioned(self, target)
+
+    def decays(self) -> PyTree[bool]:
+        matrices = jax.tree.map(lambda x: x.ndim == 2, self)
+        return eqx.tree_at(lambda m: m.embed_time, matrices, False)
+
+    def moves_by_muon(self) -> PyTree[bool]:
+        """Embeddings, head, norms and biases stay with Adam."""
+
+        def hidden(model: "QDT") -> list:
+            names = ("query_key_value", "mix", "expand", "contract")
+            return [getattr(layer, name).weight for layer in model.layers for name in names]
+
+        none = jax.tree.map(lambda _: False, self)
+        return eqx.tree_at(hidden, none, replace_fn=lambda _: True)
 
 
 def interleave(*sequences: Float[Array, "time width"]) -> Float[Array, "token width"]:
     return jnp.stack(sequences, axis=1).reshape(-1, sequences[0].shape[1])
 
 
-# ------------------------------------------------------------------------------------ decoding
-
-# Steps whose keys and values are stored together. A step reads the blocks that the episode has begun:
-# half of the whole on average, and a block at a time stays in a core's cache.
-STEPS_PER_BLOCK = 25
-
-
-class Block(NamedTuple):
-    """Keys and values of some tokens in one layer, in the layouts that few queries read fastest."""
-
-    keys: Float[Array, "*episodes head d token"]
-    values: Float[Array, "*episodes head token d"]
+# --- decoding -------------------------------------------------------------------------------------
 
 
 class Cache(eqx.Module):
@@ -445,70 +461,11 @@ class Cache(eqx.Module):
 
 def initial_cache(model: QDT) -> Cache:
     config, steps = model.config, len(model.embed_time)
-    tokens = config.tokens_per_step * min(STEPS_PER_BLOCK, steps)
-    shape = (config.heads, config.width // config.heads, tokens)
-    keys = jnp.zeros(shape, config.precision)
-    blocks = (Block(keys, keys.swapaxes(1, 2)),) * -(-steps // STEPS_PER_BLOCK)
+    d = config.width // config.heads
+    blocks = empty_blocks(steps, config.tokens_per_step, config.heads, d, config.precision)
     return Cache(
-        layers=(blocks,) * config.layers,
-        action=jnp.zeros_like(model.head.bias),
-        step=jnp.zeros((), jnp.int32),
+        (blocks,) * config.layers, jnp.zeros_like(model.head.bias), jnp.zeros((), jnp.int32)
     )
-
-
-def add_tokens(block: Block, new: Block, position: Int[Array, ""]) -> Block:
-    """The block with new tokens from `position` on; as it was if that lies outside."""
-
-    def put(old: Array, new: Array, axis: int) -> Array:
-        room, count = old.shape[axis], new.shape[axis]
-        place = jnp.clip(position, 0, room - count)
-        kept = jax.lax.dynamic_slice_in_dim(old, place, count, axis)
-        new = jnp.where(place == position, new, kept)
-        return jax.lax.dynamic_update_slice_in_dim(old, new, place, axis)
-
-    return Block(put(block.keys, new.keys, -1), put(block.values, new.values, -2))
-
-
-remember = jax.custom_batching.custom_vmap(add_tokens)
-
-
-@remember.def_vmap
-def _remember_in_step(episodes: int, batched: Any, block: Block, new: Block, position: Array):
-    """Many episodes that are played in step write at one position, a few numbers each.
-
-    JAX by itself would scatter, as if every episode had a position of its own: 3 to 5 times as slow.
-    """
-    if batched[2]:
-        axes = jax.tree.map(lambda has_axis: 0 if has_axis else None, tuple(batched))
-        return jax.vmap(add_tokens, axes)(block, new, position), Block(True, True)
-
-    def stack(x: Array, has_axis: bool) -> Array:
-        return x if has_axis else jnp.broadcast_to(x, (episodes, *x.shape))
-
-    block, new = jax.tree.map(stack, (block, new), tuple(batched[:2]))
-    return remember(block, new, position), Block(True, True)
-
-
-def recall(
-    begun: int,
-    q: Float[Array, "head query d"],
-    blocks: tuple[Block, ...],
-    visible: Bool[Array, "query token"],
-) -> Float[Array, "head query d"]:
-    """`attend` to the blocks that the episode has begun."""
-    seen, q = blocks[:begun], q / math.sqrt(q.shape[2])
-    scores = [jnp.einsum("hqd,hdk->hqk", q, block.keys) for block in seen]
-    weights, total = weigh(jnp.concatenate(scores, axis=-1), visible[:, : _tokens(seen)])
-    shares = jnp.split(weights.astype(q.dtype), begun, axis=-1)
-    output = sum(
-        jnp.einsum("hqk,hkd->hqd", share, block.values)
-        for share, block in zip(shares, seen, strict=True)
-    )
-    return (output / total).astype(q.dtype)
-
-
-def _tokens(blocks: tuple[Block, ...]) -> int:
-    return sum(block.keys.shape[-1] for block in blocks)
 
 
 def act(
@@ -521,12 +478,12 @@ def act(
     """The next action of an episode, at the cost of its new tokens: the evaluation of algorithm 5.
 
     Feeds the tokens since the last call, (A_{t-1}, BD, O_t), and reads the action from the last. To
-    play another action than this one, write it into `cache.action`; but a model that is meant to be
-    disturbed (`config.disturbance`) has learned from tokens without the noise that was played.
+    play another action than this one, write it into `cache.action`; but a model that plays with noise
+    has learned from tokens without the noise that was played.
     """
     net, config, t = model.in_precision(), model.config, cache.step
     time = net.embed_time[t]
-    o = net.embed_observation(model.observation_scale(observation)) + time
+    o = net.embed_observation(model.statistics.observation(observation)) + time
     a = net.embed_action(cache.action) + net.embed_time[jnp.maximum(t - 1, 0)]
     bd = net.embed_descriptor(model.goal(target, achieved))
     if config.tokens == "one":
@@ -536,186 +493,291 @@ def act(
     else:
         x = jnp.stack([a, bd + time, o])
     position = len(x) * t + jnp.arange(len(x))
-    token = jnp.arange(_tokens(cache.layers[0]))
+    token = jnp.arange(tokens_in(cache.layers[0]))
     visible = token <= position[:, None]
     if len(x) == 3:
         # There is no A_{-1}: what stands in its place sees itself, and nobody else sees it.
         visible &= (token > 0) | (position[:, None] == 0)
-    room = _tokens(cache.layers[0][:1])
     layers = []
     for layer, blocks in zip(net.layers, cache.layers, strict=True):
-        q, k, v = layer.project(x)
-        new = Block(k, v.swapaxes(1, 2))
-        blocks = tuple(remember(b, new, position[0] - i * room) for i, b in enumerate(blocks))
-        if layer is net.layers[-1]:
-            x, q, visible = x[-1:], q[:, -1:], visible[-1:]  # of the last layer only O_t is read
-        readers = [partial(recall, begun) for begun in range(1, len(blocks) + 1)]
-        x = layer.finish(x, jax.lax.switch(position[0] // room, readers, q, blocks, visible))
+        # Of the last layer only the token of O_t is read.
+        queries = 1 if layer is net.layers[-1] else len(x)
+        attended, blocks = attend_to_past(*layer.project(x), blocks, position[0], visible, queries)
+        x = layer.finish(x[-queries:], attended)
         layers.append(blocks)
     action = net.head(net.norm(x[-1])).astype(jnp.float32).clip(-1, 1)
     return action, Cache(tuple(layers), action, t + 1)
 
 
-# ------------------------------------------------------------------------------------ training
+class Conditioned(eqx.Module):
+    """The QDT with a target: a policy for the engine. What it remembers is its cache."""
 
-
-class TrainState(eqx.Module):
     model: QDT
-    optimiser: PyTree[Array]
+    target: Float[Array, " descriptor"]
+
+    def start(self) -> Cache:
+        return initial_cache(self.model)
+
+    def act(self, memory: Cache, state: State) -> tuple[Float[Array, " action"], Cache]:
+        return act(self.model, memory, self.target, state.observation, state.descriptor)
 
 
-def initial_state(model: QDT) -> TrainState:
-    return TrainState(model, optimiser(model.config).init(model))
+# --- all models -----------------------------------------------------------------------------------
 
 
-def optimiser(config: QDTConfig) -> optax.GradientTransformation:
-    """All but the last factor, the learning rate, which a schedule may change from step to step."""
+@dataclass(frozen=True)
+class Model:
+    """A kind of conditioned policy: how it is called, configured and made."""
+
+    title: str  # as in the paper's tables, where it stands before the repertoire's name
+    config: type[TrainConfig]
+    make: Callable[..., ConditionedPolicy]  # of config, sizes and statistics, and a key
+
+
+MODELS: dict[str, Model] = {"qdt": Model("QDT", QDTConfig, QDT)}
+
+
+def find_model(name: str) -> Model:
+    if name not in MODELS:
+        raise UserError(f"unknown model {name!r}; there are {', '.join(MODELS)}.")
+    return MODELS[name]
+
+
+def make_model(
+    task: Task,
+    config: TrainConfig,
+    statistics: Statistics | None = None,
+    *,
+    key: Key[Array, ""],
+) -> ConditionedPolicy:
+    sizes = Sizes.of(task)
+    return find_model(config.model).make(
+        config, sizes, statistics or Statistics.none(sizes), key=key
+    )
+
+
+# --- one step of training -------------------------------------------------------------------------
+
+
+def learning_rate(config: TrainConfig, total: int) -> optax.Schedule:
+    """Constant as in the paper, after a warm-up if there is one; `decay`: a half cosine to zero."""
+    rate, warmup = config.learning_rate, config.warmup_steps
+    start = rate / (warmup or 1)
+    if config.decay:
+        return optax.warmup_cosine_decay_schedule(start, rate, warmup, max(total, warmup + 1))
+    return (
+        optax.warmup_constant_schedule(start, rate, warmup)
+        if warmup
+        else optax.constant_schedule(rate)
+    )
+
+
+def optimiser(config: TrainConfig, total: int) -> optax.GradientTransformation:
+    """For a training of `total` steps."""
     direction = optax.scale_by_adam()
     if config.optimiser == "muon":
-        muon = optax.chain(
-            optax.trace(decay=0.95, nesterov=True),
-            optax.stateless(lambda momentum, model: orthogonal(momentum)),
-            optax.scale(MUON_RATE),
+        direction = optax.multi_transform(
+            {True: scale_by_muon(), False: direction}, lambda model: model.moves_by_muon()
         )
-        direction = optax.multi_transform({"muon": muon, "adam": direction}, muon_or_adam)
-    return optax.chain(direction, optax.add_decayed_weights(config.weight_decay, mask=decayed))
-
-
-HIDDEN = ("query_key_value", "mix", "expand", "contract")
-MUON_RATE = 20.0  # times Adam's: its steps are orthogonal matrices, whose numbers are small
-
-
-def muon_or_adam(model: QDT) -> PyTree[str]:
-    """Muon is for matrices between hidden layers; embeddings, head, norms and biases stay with Adam."""
-
-    def hidden(model):
-        return [getattr(layer, name).weight for layer in model.layers for name in HIDDEN]
-
-    return eqx.tree_at(hidden, jax.tree.map(lambda _: "adam", model), replace_fn=lambda _: "muon")
-
-
-def orthogonal(matrices: PyTree[Float[Array, "_ _"]]) -> PyTree[Array]:
-    """`orthogonalise` of each matrix; they are dealt out among the devices, from small to large."""
-    mesh = devices()
-
-    def on_device(leaves):
-        order = sorted(range(len(leaves)), key=lambda i: leaves[i].size)
-
-        def hand(device):
-            mine = order[device :: mesh.size]
-            return [
-                orthogonalise(x) if i in mine else jnp.zeros_like(x) for i, x in enumerate(leaves)
-            ]
-
-        hands = [partial(hand, device) for device in range(mesh.size)]
-        return jax.lax.psum(jax.lax.switch(jax.lax.axis_index("device"), hands), "device")
-
-    leaves, structure = jax.tree.flatten(matrices)
-    whole = PartitionSpec()
-    done = jax.shard_map(on_device, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
-    return jax.tree.unflatten(structure, done(leaves))
-
-
-def orthogonalise(matrix: Float[Array, "rows columns"]) -> Float[Array, "rows columns"]:
-    """Brings all singular values near 1 by five steps of Newton and Schulz, with Muon's polynomial."""
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if tall else matrix
-    x = x / (jnp.linalg.norm(x) + 1e-8)
-    for _ in range(5):
-        square = x @ x.T
-        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
-    return x.T if tall else x
-
-
-def decayed(model: QDT) -> PyTree[bool]:
-    """Matrices decay; biases, norms, embeddings of time and the statistics do not."""
-
-    def mark(node):
-        if isinstance(node, Linear):
-            return eqx.tree_at(lambda linear: (linear.weight, linear.bias), node, (True, False))
-        return False
-
-    return jax.tree.map(mark, model, is_leaf=lambda node: isinstance(node, Linear))
-
-
-def errors(
-    model: QDT, batch: Trajectory, keys: Key[Array, " batch"] | None = None
-) -> Float[Array, " batch"]:
-    """Mean squared error over all steps of each trajectory; dropout is on if there are keys."""
-
-    def error(trajectory, key):
-        predicted = model(
-            trajectory.descriptor,
-            trajectory.observations,
-            trajectory.actions,
-            trajectory.achieved,
-            key=key,
-        )
-        return jnp.mean((predicted - trajectory.actions) ** 2)
-
-    return jax.vmap(error)(batch, keys)
+    return optax.chain(
+        direction,
+        optax.add_decayed_weights(config.weight_decay, mask=lambda model: model.decays()),
+        optax.scale_by_learning_rate(learning_rate(config, total)),
+    )
 
 
 def loss(
-    model: QDT, batch: Trajectory, keys: Key[Array, " batch"] | None = None
+    model: ConditionedPolicy, batch: Trajectory, keys: Key[Array, " batch"] | None = None
 ) -> Float[Array, ""]:
     return jnp.mean(errors(model, batch, keys))
 
 
-def loss_and_gradient(
-    model: QDT, batch: Trajectory, keys: Key[Array, " batch"] | None = None
-) -> tuple[Float[Array, ""], QDT]:
-    """`jax.value_and_grad(loss)` of a batch of any size, in the memory of one micro-batch a device.
-
-    Every device goes through its share of the batch, a micro-batch at a time, and adds up. Where the
-    shares would not be equal, the last trajectory fills them up and counts for nothing.
-    """
-    mesh, size = devices(), len(batch.actions)
-    micro_batch = min(model.config.micro_batch, -(-size // mesh.size))
-    row = mesh.size * micro_batch
-    padded = -(-size // row) * row
-    weight = (jnp.arange(padded) < size) / size
-    if padded > size:
-        index = jnp.minimum(jnp.arange(padded), size - 1)
-        batch, keys = jax.tree.map(lambda x: x[index], (batch, keys))
-
-    def weighted_loss(model, weight, batch, keys):
-        return jnp.sum(weight * errors(model, batch, keys))
-
-    def on_device(model, *share):
-        def add(total, part):
-            return jax.tree.map(
-                jnp.add, total, jax.value_and_grad(weighted_loss)(model, *part)
-            ), None
-
-        split = jax.tree.map(lambda x: x.reshape(-1, micro_batch, *x.shape[1:]), share)
-        zero = jax.tree.map(jnp.zeros_like, (jnp.float32(0), model))
-        total, _ = jax.lax.scan(add, zero, split)
-        return jax.lax.psum(total, "device")
-
-    split, whole = PartitionSpec("device"), PartitionSpec()
-    return jax.shard_map(
-        on_device,
-        mesh=mesh,
-        in_specs=(whole, split, split, split),
-        out_specs=whole,
-        check_vma=False,
-    )(model, weight, batch, keys)
+def errors(
+    model: ConditionedPolicy, batch: Trajectory, keys: Key[Array, " batch"] | None = None
+) -> Float[Array, " batch"]:
+    """The error of each trajectory; dropout is on if there are keys."""
+    return jax.vmap(lambda trajectory, key: model.error(trajectory, key=key))(batch, keys)
 
 
-@jax.jit
+@partial(jax.jit, static_argnames=("config", "total", "micro_batch"))
 def train_step(
-    state: TrainState,
+    model: ConditionedPolicy,
+    moments: PyTree,
     batch: Trajectory,
-    key: PRNGKeyArray,
-    rate: float | Float[Array, ""] | None = None,
-) -> tuple[TrainState, Float[Array, ""]]:
-    """One step of AdamW on one batch; also returns the loss. No rate: the config's."""
-    config = state.model.config
-    rate = config.learning_rate if rate is None else rate
+    key: Key[Array, ""],
+    *,
+    config: TrainConfig,
+    total: int,
+    micro_batch: int = 1,
+) -> tuple[ConditionedPolicy, PyTree, Float[Array, ""]]:
+    """One step of the optimiser on one batch; also returns the loss before it.
+
+    `micro_batch`: how many trajectories a device holds at once. Only memory and speed depend on it.
+    """
     # A key for each trajectory's number in the batch: its dropout is the same on any device.
     keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(len(batch.actions)))
-    value, gradient = loss_and_gradient(state.model, batch, keys)
-    updates, moments = optimiser(config).update(gradient, state.optimiser, state.model)
-    updates = jax.tree.map(lambda update: -rate * update, updates)
-    return TrainState(eqx.apply_updates(state.model, updates), moments), value
+    value, gradient = loss_and_gradient(
+        lambda model, part: errors(model, *part), model, (batch, keys), micro_batch
+    )
+    updates, moments = optimiser(config, total).update(gradient, moments, model)
+    return eqx.apply_updates(model, updates), moments, value
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+class Best(eqx.Module):
+    """The model of the best evaluation so far; infinite distance: there was none."""
+
+    model: ConditionedPolicy
+    distance: Float[Array, ""]
+
+
+class TrainingState(eqx.Module):
+    """All that a step hands to the next one."""
+
+    model: ConditionedPolicy
+    moments: PyTree  # of the optimiser
+    best: Best
+    loss_sum: Float[Array, ""]  # over the steps of this epoch
+    step: Int[Array, ""]  # steps done
+
+
+@dataclass(frozen=True)
+class Training:
+    """The training loop of algorithm 5 as a value to `init` and `step`, or to hand to `drive`.
+
+    Every few epochs the model is asked for goals that cover the descriptor space (section 5.1), and the
+    best epoch is kept. Step i reads batch i, which depends on the seed alone.
+    """
+
+    task: Task
+    config: TrainConfig
+    data: Dataset
+    seed: int
+    view: View | None = None  # a part of the dataset
+
+    def __post_init__(self) -> None:
+        sizes = Sizes.of(self.task)
+        if self.data.meta.sizes != sizes:
+            raise UserError(
+                f"{self.data.directory} was made for another task: its trajectories have sizes "
+                f"{vars(self.data.meta.sizes)}, this task has {vars(sizes)}."
+            )
+        conditioning = getattr(self.config, "conditioning", None)
+        if conditioning == "to-go" and not self.data.meta.config.achieved:
+            raise UserError(
+                "conditioning to-go needs a dataset with what was achieved at every step: "
+                "--set dataset.achieved=true."
+            )
+        if self.total == 0:
+            raise UserError(
+                f"{len(self.learned)} trajectories do not fill a batch of {self.config.batch_size}."
+            )
+
+    @cached_property
+    def views(self) -> tuple[View, View]:
+        return self.data.split(self.config.held_out, seed=self.seed, view=self.view)
+
+    @property
+    def learned(self) -> View:
+        return self.views[0]
+
+    @cached_property
+    def unseen(self) -> Trajectory | None:
+        """Some of the trajectories that are held out."""
+        held_out = self.views[1]
+        return self.data.batch(held_out[:64]) if len(held_out) else None
+
+    @cached_property
+    def batches(self) -> BatchReader:
+        return BatchReader(self.data, self.config.batch_size, seed=self.seed, view=self.learned)
+
+    @cached_property
+    def goals(self) -> Float[Array, "goals d"]:
+        return cvt(self.task.low, self.task.high, self.task.zones, key=jax.random.key(0))
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return len(self.learned) // self.config.batch_size
+
+    @property
+    def total(self) -> int:
+        return self.config.epochs * self.steps_per_epoch
+
+    def init(self, key: Key[Array, ""]) -> TrainingState:
+        drawn = generator(self.seed, "statistics").choice(self.learned, min(len(self.learned), 512))
+        noise = self.data.meta.config.action_noise
+        known = Statistics.of(self.data.batch(drawn), noise)
+        model = make_model(self.task, self.config, known, key=key)
+        # The best model is a copy in memory of its own.
+        best = Best(jax.tree.map(jnp.array, model), jnp.array(jnp.inf))
+        moments = optimiser(self.config, self.total).init(model)
+        return TrainingState(model, moments, best, jnp.zeros(()), jnp.zeros((), jnp.int32))
+
+    def step(
+        self, state: TrainingState, key: Key[Array, ""]
+    ) -> tuple[TrainingState, dict[str, Any]]:
+        """One step of the optimiser; at the end of an epoch also its metrics."""
+        model, moments, value = train_step(
+            state.model,
+            state.moments,
+            self.batches(int(state.step)),
+            key,
+            config=self.config,
+            total=self.total,
+            micro_batch=machine.micro_batch(self.task.length),
+        )
+        done = state.step + 1
+        state = TrainingState(model, moments, state.best, state.loss_sum + value, done)
+        if int(done) % self.steps_per_epoch:
+            return state, {}
+        return self.finish_epoch(state)
+
+    def finish_epoch(self, state: TrainingState) -> tuple[TrainingState, dict[str, Any]]:
+        epoch = int(state.step) // self.steps_per_epoch
+        metrics: dict[str, Any] = {"epoch": epoch}
+        metrics["loss"] = float(state.loss_sum) / self.steps_per_epoch
+        if epoch % self.config.evaluate_every == 0 or int(state.step) == self.total:
+            measured, best = self.evaluate(state)
+            state = eqx.tree_at(lambda s: s.best, state, best)
+            metrics |= measured
+            if self.unseen is not None:
+                metrics |= diagnose(state.model, self.unseen)
+        return eqx.tree_at(lambda s: s.loss_sum, state, jnp.zeros_like(state.loss_sum)), metrics
+
+    def evaluate(self, state: TrainingState) -> tuple[dict[str, float], Best]:
+        """Asks for every goal, from the same starts every time; keeps the model if it is the best yet."""
+        goals, count = self.goals, self.config.goal_episodes
+        keys = jax.random.split(stream(self.seed, "training-goals"), (len(goals), count))
+        episodes = play(self.task, state.model, goals, keys)
+        far = jnp.sqrt(jnp.sum((episodes.descriptor - goals[:, None]) ** 2, axis=-1))
+        distance = jnp.mean(far, where=~episodes.diverged)
+        fitness = jnp.mean(episodes.fitness, axis=1, where=~episodes.diverged)
+        best = state.best
+        if bool(distance < best.distance):
+            best = Best(jax.tree.map(jnp.copy, state.model), distance)
+        return {"distance": float(distance), "max_fitness": float(jnp.nanmax(fitness))}, best
+
+
+@eqx.filter_jit
+def diagnose(model: ConditionedPolicy, unseen: Trajectory) -> dict[str, Array]:
+    return {"held_out_loss": loss(model, unseen)} | model.diagnose(unseen)
+
+
+# What the progress line of a training shows.
+SHOWN = ("epoch", "loss", "distance", "trajectories_per_second")
+
+
+def refuse_divergence(metrics: dict[str, Any]) -> None:
+    if not math.isfinite(metrics["loss"]):
+        raise UserError(
+            f"the loss is not a number in epoch {metrics['epoch']}: remove the training's directory "
+            "and train with a lower rate (--set train.learning_rate=...)."
+        )
+
+
+def best_model(state: TrainingState) -> ConditionedPolicy:
+    if not math.isfinite(state.best.distance):
+        raise UserError("all episodes of the model diverged in every evaluation; none is kept.")
+    return state.best.model

@@ -1,104 +1,78 @@
 """The report: everything that is in a set of runs, beside the paper's numbers, in one HTML page.
 
 Tables are also written as Markdown, CSV and LaTeX, figures as PNG. The page opens without a network.
-Reads in this order: the paper's numbers, gathering, tables, figures, the page.
+What the report knows of algorithms, tasks and models, it is handed: it reads titles, colours and axes.
+Reads in this order: gathering, tables, figures, the page.
 """
 
 import base64
-import dataclasses
+import functools
 import html
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Bool, Float
 from matplotlib.figure import Figure
 
-import plots
-from dataset import PRUNINGS
-from envs import make_task
-from pipeline import Lineage, Plan, open_run, presets
-from runs import UserError, read_json, read_metrics, write_safely
-
-# --- the paper's numbers ----------------------------------------------------------------------------
-
-# Table 1: (distance, spread), mean and deviation over five seeds. Halfcheetah-Uni in units, not × 10².
-PAPER_ACCURACY: dict[str, dict[str, tuple[tuple[float, float], tuple[float, float]]]] = {
-    "ant-omni": {
-        "ME": ((6.38, 0.15), (3.76, 0.03)),
-        "PGAME": ((6.39, 0.14), (3.99, 0.09)),
-        "ME-LS": ((3.01, 0.05), (2.33, 0.01)),
-        "PGAME-LS": ((3.13, 0.04), (2.24, 0.04)),
-        "ME-Sampling": ((5.10, 0.19), (4.50, 0.11)),
-        "QDT(ME)": ((4.64, 0.10), (4.66, 0.07)),
-        "QDT(PGAME)": ((4.45, 0.05), (4.18, 0.16)),
-        "QDT(ME-LS)": ((2.86, 0.07), (1.99, 0.09)),
-        "QDT(PGAME-LS)": ((3.06, 0.03), (2.32, 0.06)),
-    },
-    "halfcheetah-uni": {
-        "ME": ((0.1633, 0.0047), (0.1545, 0.0045)),
-        "PGAME": ((0.1767, 0.0048), (0.1600, 0.0081)),
-        "ME-LS": ((0.1001, 0.0047), (0.1001, 0.0045)),
-        "PGAME-LS": ((0.1000, 0.0), (0.1067, 0.0050)),
-        "ME-Sampling": ((0.1540, 0.0090), (0.1412, 0.0095)),
-        "QDT(ME)": ((0.1200, 0.0), (0.1300, 0.0)),
-        "QDT(PGAME)": ((0.1200, 0.0), (0.1200, 0.0)),
-        "QDT(ME-LS)": ((0.0909, 0.0032), (0.0920, 0.0022)),
-        "QDT(PGAME-LS)": ((0.0734, 0.0042), (0.0840, 0.0037)),
-    },
-}
-
-# Table 2, Halfcheetah-Uni: coverage in %, maximum fitness, QD score; before and after.
-PAPER_REASSESSMENT = {
-    "ME": ((100, 43), (1226, 770), (3.05e6, 1.17e6)),
-    "ME-LS": ((100, 55), (992, 730), (2.63e6, 1.41e6)),
-    "PGAME": ((100, 40), (1417, 977), (3.07e6, 1.10e6)),
-    "PGAME-LS": ((100, 53), (1194, 1073), (2.63e6, 1.36e6)),
-}
-
-RATIOS = (  # what the paper claims is that these are below 1 in distance
-    ("ME-LS", "ME"),
-    ("PGAME-LS", "PGAME"),
-    ("ME-Sampling", "ME"),
-    ("QDT(ME)", "ME"),
-    ("QDT(PGAME)", "PGAME"),
-    ("QDT(ME-LS)", "ME-LS"),
-    ("QDT(PGAME-LS)", "PGAME-LS"),
-)
-METHODS = ("ME", "PGAME", "ME-LS", "PGAME-LS", "ME-Sampling")
+from machinery import plots
+from machinery.config import describe_difference
+from machinery.files import UserError, read_json, write_safely
+from machinery.runs import read_metrics
 
 
-def method_name(algo: str) -> str:
-    return {"me-sampling": "ME-Sampling"}.get(algo, algo.upper())
-
-
-def qdt_name(method: str, directory: str) -> str:
-    """`qdt-naive` of an ME-LS run is QDT(ME-LS, naive)."""
-    extra = directory.removeprefix("qdt").removeprefix("-")
-    return f"QDT({method}, {extra})" if extra else f"QDT({method})"
-
-
-def is_pruned(directory: str) -> bool:
-    """QDTs of pruned datasets are compared with each other, not with the methods."""
-    return directory.endswith(PRUNINGS)
+@functools.cache
+def paper() -> dict[str, Any]:
+    """The paper's numbers: mean and deviation over five seeds; in the reassessment before and after."""
+    return json.loads(Path(__file__).with_name("paper.json").read_text())
 
 
 # --- gathering --------------------------------------------------------------------------------------
 
 
-class Found(NamedTuple):
+@dataclass(frozen=True)
+class Found:
     """One run and the experiments that were made on it."""
 
-    lineage: Lineage
-    results: dict[str, Any]
-    metrics: list[dict[str, Any]]
-    training: dict[str, list[dict[str, Any]]]
+    directory: Path
+    plan: dict[str, Any]
+    task: Any  # what is played: bounds, axes and unit of its descriptors
+    method: str  # title of the algorithm
+    colour: str
+    titles: dict[str, str]  # of all kinds of models: what stands before the method's name
+    results: dict[str, Any] = field(default_factory=dict)
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    training: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     @property
-    def method(self) -> str:
-        return method_name(self.lineage.algo)
+    def seed(self) -> int:
+        return self.plan["seed"]
+
+    def model_name(self, directory: str) -> str:
+        """`qdt-naive` of an ME-LS run is QDT(ME-LS, naive)."""
+        kind = max((k for k in self.titles if f"{directory}-".startswith(f"{k}-")), key=len)
+        extra = directory.removeprefix(kind).removeprefix("-")
+        method = f"{self.method}, {extra}" if extra else self.method
+        return f"{self.titles[kind]}({method})"
+
+
+def with_results(run: Found) -> Found:
+    """A run with all that is in its directory."""
+    results = {p.stem: read_result(p) for p in sorted(run.directory.glob("evaluation/*.json"))}
+    logs = {path.parent.name: path for path in sorted(run.directory.glob("*/metrics.jsonl"))}
+    metrics = {name: read_metrics(path) for name, path in logs.items()}
+    search = metrics.pop("search", [])
+    return replace(run, results=results, metrics=search, training=metrics)
+
+
+def is_pruned(directory: str) -> bool:
+    """Models of pruned datasets are compared with each other, not with the methods."""
+    return directory.partition("-")[2].startswith(("density", "tiles", "upper"))
 
 
 ACCURACY = {n: {} for n in ("goals", "distance", "mean_distance", "mean_spread", "diverged")}
@@ -112,7 +86,7 @@ NEEDED: dict[str, dict[str, Any]] = {  # what the report reads of each experimen
 }
 
 
-def read_result(path: Path) -> Any:
+def read_result(path: Path) -> dict[str, Any]:
     """What `qdt evaluate` wrote; a file of somebody else's is refused before it is drawn."""
 
     def holds(content: Any, needed: dict[str, Any]) -> bool:
@@ -125,36 +99,25 @@ def read_result(path: Path) -> Any:
             n in content and holds(content[n], needed.get(n, needed.get("*", {}))) for n in names
         )
 
-    result = read_json(path)
+    content = read_json(path)
+    result = content.get("result") if isinstance(content, dict) else None
     if path.stem not in NEEDED or not holds(result, NEEDED[path.stem]):
         raise UserError(
             f"{path} is not the result of an experiment; `qdt evaluate` makes it again."
         )
+    assert isinstance(result, dict)
     return result
 
 
-def gather(directories: Iterable[Path]) -> dict[str, list[Found]]:
-    """By task. A directory that holds several runs stands for all of them."""
-    places: dict[Path, Path] = {}  # a run that is named twice is one run
-    for directory in directories:
-        inside = sorted(path.parent.parent for path in directory.glob("**/search/config.json"))
-        if not inside:
-            raise UserError(f"{directory} holds no run.")
-        for run in inside:
-            places.setdefault(run.resolve(), run)
+def gather(runs: Iterable[Found], methods: Sequence[str]) -> dict[str, list[Found]]:
+    """By task, in the order of `methods`, then of seeds; runs that cannot be compared are refused."""
     found = defaultdict(list)
-    for run in places.values():
-        lineage = open_run(run)
-        results = {p.stem: read_result(p) for p in sorted(run.glob("evaluation/*.json"))}
-        metrics = run / "search" / "metrics.jsonl"
-        training = {p.parent.name: read_metrics(p) for p in sorted(run.glob("qdt*/metrics.jsonl"))}
-        found[lineage.plan.task.task].append(
-            Found(lineage, results, read_metrics(metrics) if metrics.exists() else [], training)
-        )
-    order = {name: i for i, name in enumerate(METHODS)}
-    for runs in found.values():
-        runs.sort(key=lambda f: (order[f.method], f.lineage.seed, str(f.lineage.directory)))
-        refuse_mixtures(runs)
+    for run in runs:
+        found[run.plan["task"]["task"]].append(run)
+    order = {name: i for i, name in enumerate(methods)}
+    for of_task in found.values():
+        of_task.sort(key=lambda f: (order[f.method], f.seed, str(f.directory)))
+        refuse_mixtures(of_task)
     return dict(found)
 
 
@@ -163,19 +126,17 @@ def refuse_mixtures(runs: Sequence[Found]) -> None:
     first: dict[str, Found] = {}
     for run in runs:
         twin = first.setdefault(run.method, run)
-        for other, stage in ((runs[0], "task"), (twin, "search")):
-            a, b = (dataclasses.asdict(getattr(r.lineage.plan, stage)) for r in (other, run))
-            if different := [n for n in a if a[n] != b[n] and n != "checkpoint_seconds"]:
+        for other, section in ((runs[0], "task"), (twin, "search")):
+            a, b = ({section: r.plan[section]} for r in (other, run))
+            if difference := describe_difference(a, b):
                 raise UserError(
-                    f"{other.lineage.directory} and {run.lineage.directory} do not belong into one "
-                    + "table: "
-                    + ", ".join(f"{stage}.{n} is {a[n]} there and {b[n]} here" for n in different)
-                    + "."
+                    f"{other.directory} and {run.directory} do not belong into one table: "
+                    f"{difference}."
                 )
     for a, b in pairwise(runs):
-        if (a.method, a.lineage.seed) == (b.method, b.lineage.seed):
+        if (a.method, a.seed) == (b.method, b.seed):
             raise UserError(
-                f"{a.lineage.directory} and {b.lineage.directory} are the same seed of {a.method}: "
+                f"{a.directory} and {b.directory} are the same seed of {a.method}: "
                 "take one of them."
             )
 
@@ -189,8 +150,13 @@ def by_method(runs: Sequence[Found], experiment: str) -> dict[str, list[Any]]:
     return dict(results)
 
 
+def main_model(run: Found) -> str:
+    """The name of the run's own model in tables."""
+    return run.model_name(run.plan["train"]["model"])
+
+
 def accuracies(runs: Sequence[Found]) -> dict[str, list[dict[str, Any]]]:
-    """By method, one result per seed: repertoires first, then QDTs."""
+    """By method, one result per seed: repertoires first, then models."""
     rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for run in runs:
         if "accuracy" in run.results:
@@ -198,13 +164,14 @@ def accuracies(runs: Sequence[Found]) -> dict[str, list[dict[str, Any]]]:
     for run in runs:
         for name, result in run.results.get("accuracy", {}).items():
             if name != "repertoire" and not is_pruned(name):
-                rows[qdt_name(run.method, name)].append(result)
+                rows[run.model_name(name)].append(result)
         if "calibrate" in run.results:
-            rows[qdt_name(run.method, "qdt-calibrated")].append(run.results["calibrate"]["after"])
+            own = run.plan["train"]["model"]
+            rows[run.model_name(f"{own}-calibrated")].append(run.results["calibrate"]["after"])
     return dict(rows)
 
 
-def reachable_goals(runs: Sequence[Found]) -> np.ndarray | None:
+def reachable_goals(runs: Sequence[Found]) -> Bool[np.ndarray, " goals"] | None:
     """Goals in whose zone an episode of any re-evaluated repertoire ended."""
     masks = [r.results["reassess"]["reachable"] for r in runs if "reassess" in r.results]
     return np.any(masks, axis=0) if masks else None
@@ -224,14 +191,16 @@ class Table(NamedTuple):
 def sizes(task: str, runs: Sequence[Found]) -> str:
     """What to know before comparing numbers with the paper's; nothing for tasks that it has not."""
 
-    def of(plan: Plan) -> str:
-        played = make_task(plan.task)
-        space = " × ".join(f"[{a:g}, {b:g}]" for a, b in zip(played.low, played.high, strict=True))
-        cells = plan.search.cells
-        return f"episodes of {plan.task.length} steps, descriptors in {space}, {cells:,} cells"
+    def of(length: int, low: Sequence[float], high: Sequence[float], cells: int) -> str:
+        space = " × ".join(f"[{a:g}, {b:g}]" for a, b in zip(low, high, strict=True))
+        return f"episodes of {length} steps, descriptors in {space}, {cells:,} cells"
 
-    theirs = presets()["paper"].get(task)
-    return f"Ours: {of(runs[0].lineage.plan)}; the paper: {of(theirs)}." if theirs else ""
+    theirs = paper()["sizes"].get(task)
+    if theirs is None:
+        return ""
+    played = runs[0].task
+    ours = of(played.length, played.low, played.high, runs[0].plan["search"]["cells"])
+    return f"Ours: {ours}; the paper: {of(**theirs)}."
 
 
 def mean_text(values: Sequence[float]) -> str:
@@ -239,14 +208,14 @@ def mean_text(values: Sequence[float]) -> str:
     return f"{mean:.4g} ± {deviation:.2g}" if len(values) > 1 else f"{mean:.4g}"
 
 
-def pair_text(pair: tuple[float, float] | None) -> str:
+def pair_text(pair: Sequence[float] | None) -> str:
     return f"{pair[0]:.4g} ± {pair[1]:.2g}" if pair else "–"
 
 
 def accuracy_table(task: str, runs: Sequence[Found]) -> Table:
     rows, mask = [], reachable_goals(runs)
     for method, results in accuracies(runs).items():
-        paper = PAPER_ACCURACY.get(task, {}).get(method)
+        theirs = paper()["accuracy"].get(task, {}).get(method, {})
         inside = [np.nanmean(np.array(r["distance"], float)[mask]) for r in results]
         diverged = sum(r["diverged"] for r in results)
         rows.append(
@@ -254,10 +223,10 @@ def accuracy_table(task: str, runs: Sequence[Found]) -> Table:
                 method + (f" ({diverged} episodes diverged)" if diverged else ""),
                 str(len(results)),
                 mean_text([r["mean_distance"] for r in results]),
-                pair_text(paper and paper[0]),
+                pair_text(theirs.get("distance")),
                 mean_text(inside) if mask is not None else "–",
                 mean_text([r["mean_spread"] for r in results]),
-                pair_text(paper and paper[1]),
+                pair_text(theirs.get("spread")),
             ]
         )
     reach = "" if mask is None else f" ({int(mask.sum())} of {len(mask)})"
@@ -273,17 +242,19 @@ def accuracy_table(task: str, runs: Sequence[Found]) -> Table:
 
 def ratio_table(task: str, runs: Sequence[Found]) -> Table:
     """Of means over the seeds that both methods have."""
-    seeds = {run.lineage.seed for run in runs}
-    by_seed = [accuracies([r for r in runs if r.lineage.seed == seed]) for seed in seeds]
-    paper, rows = PAPER_ACCURACY.get(task, {}), []
-    for a, b in RATIOS:
+    seeds = {run.seed for run in runs}
+    by_seed = [accuracies([r for r in runs if r.seed == seed]) for seed in seeds]
+    theirs, rows = paper()["accuracy"].get(task), []
+    for a, b in paper()["ratios"]:
         common = [ours for ours in by_seed if a in ours and b in ours]
         if common:
             row = [f"{a} / {b}"]
-            for index, name in enumerate(("mean_distance", "mean_spread")):
-                top, bottom = (np.mean([r[name] for x in common for r in x[m]]) for m in (a, b))
-                theirs = paper and f"{paper[a][index][0] / paper[b][index][0]:.2f}"
-                row += [f"{top / bottom:.2f}", theirs or "–"]
+            for name in ("distance", "spread"):
+                top, bottom = (
+                    np.mean([r[f"mean_{name}"] for x in common for r in x[m]]) for m in (a, b)
+                )
+                printed = f"{theirs[a][name][0] / theirs[b][name][0]:.2f}" if theirs else "–"
+                row += [f"{top / bottom:.2f}", printed]
             rows.append(row)
     head = ["ratio", "distance", "paper", "spread", "paper"]
     title = f"Ratios on {task}: a distance below 1 is the paper's claim"
@@ -294,11 +265,11 @@ def reassessment_table(task: str, runs: Sequence[Found]) -> Table:
     rows = []
     for method, results in by_method(runs, "reassess").items():
         row = [method, str(len(results))]
-        paper = PAPER_REASSESSMENT.get(method) if task == "halfcheetah-uni" else None
-        for i, (name, scale) in enumerate((("coverage", 100), ("max_fitness", 1), ("qd_score", 1))):
+        theirs = paper()["reassessment"].get(task, {}).get(method)
+        for name, scale in (("coverage", 100), ("max_fitness", 1), ("qd_score", 1)):
             for j, when in enumerate(("before", "after")):
                 row.append(mean_text([scale * r[when][name] for r in results]))
-                row.append(f"{paper[i][j]:.4g}" if paper else "–")
+                row.append(f"{theirs[name][j]:.4g}" if theirs else "–")
         rows.append([*row, mean_text([r["spread"] for r in results])])
     head = ["method", "seeds"]
     for name in ("coverage %", "max fitness", "QD score"):
@@ -308,18 +279,18 @@ def reassessment_table(task: str, runs: Sequence[Found]) -> Table:
         f"Reassessment on {task} (table 2)",
         [*head, "spread"],
         rows,
-        sizes(task, runs) if task == "halfcheetah-uni" else "",  # the paper has no other
+        sizes(task, runs) if task in paper()["reassessment"] else "",
     )
 
 
 def generalization_table(task: str, runs: Sequence[Found]) -> Table:
-    rows = []
+    rows, names = [], {run.method: main_model(run) for run in runs}
     for method, seeds in by_method(runs, "generalize").items():
         for how in seeds[0]:
             results = [seed[how] for seed in seeds if how in seed]
             rows.append(
                 [
-                    qdt_name(method, "qdt"),
+                    names[method],
                     how,
                     str(len(results)),
                     f"{np.mean([np.sum(r['density']) for r in results]):,.0f}",
@@ -332,10 +303,10 @@ def generalization_table(task: str, runs: Sequence[Found]) -> Table:
 
 
 def calibration_table(task: str, runs: Sequence[Found]) -> Table:
-    rows = []
+    rows, names = [], {run.method: main_model(run) for run in runs}
     for method, results in by_method(runs, "calibrate").items():
         episodes = np.mean([r["episodes"] for r in results])
-        row = [qdt_name(method, "qdt"), str(len(results)), f"{episodes:,.0f}"]
+        row = [names[method], str(len(results)), f"{episodes:,.0f}"]
         for name in ("mean_distance", "mean_spread"):
             row += [mean_text([r[when][name] for r in results]) for when in ("before", "after")]
         rows.append(row)
@@ -370,9 +341,11 @@ def latex(table: Table) -> str:
 
 def figures(task_name: str, runs: Sequence[Found]) -> dict[str, tuple[str, Figure]]:
     """File name to caption and figure, for everything that is there; maps show the first seed."""
-    task = runs[0].lineage.task
-    space = (task.low, task.high, plots.axis_names(task_name))
-    distance = f"distance to the goal ({plots.unit(task_name)})"
+    task = runs[0].task
+    space = (task.low, task.high, task.axes)
+    distance = f"distance to the goal ({task.unit})"
+    colours = {run.method: run.colour for run in runs}
+    colours |= {main_model(run): run.colour for run in runs}
     drawn: dict[str, tuple[str, Figure]] = {}
     search = {
         title: search_curves(runs, name)
@@ -386,14 +359,14 @@ def figures(task_name: str, runs: Sequence[Found]) -> dict[str, tuple[str, Figur
         caption = (
             "Search: coverage, maximum fitness and QD score over environment steps (figure 10)."
         )
-        drawn["search"] = (caption, plots.curves(search, "environment steps"))
+        drawn["search"] = (caption, plots.curves(search, "environment steps", colours))
     training = {
         distance: training_curves(runs, "distance"),
         "maximum fitness over the goals": training_curves(runs, "max_fitness"),
     }
     if training[distance]:
         caption = "QDT training: mean distance to the goals and maximum fitness (figures 4, 13)."
-        drawn["training"] = (caption, plots.curves(training, "epoch"))
+        drawn["training"] = (caption, plots.curves(training, "epoch", colours))
     if task.descriptor_size != 2:
         return drawn
     maps = {
@@ -412,15 +385,16 @@ def figures(task_name: str, runs: Sequence[Found]) -> dict[str, tuple[str, Figur
             plots.cell_maps(panels, *space, distance, "low", borders=True, from_zero=True),
         )
     again = {
-        method: (result["descriptor"], result["path"] if task_name.endswith("-omni") else None)
+        method: (result["descriptor"], result["path"] if task.is_place else None)
         for method, result in _first(runs, "reproducibility").items()
     }
     if again:
         caption = "Reproducibility: three policies, 30 episodes each (figures 2, 7, 8)."
         drawn["reproducibility"] = (caption, plots.reproducibility(again, *space))
+    names = {run.method: main_model(run) for run in runs}
     for method, result in _first(runs, "generalize").items():
         drawn[f"generalization-{method.lower()}"] = (
-            f"Generalization of QDT({method}): datasets above, accuracy below (figures 6, 12).",
+            f"Generalization of {names[method]}: datasets above, accuracy below (figures 6, 12).",
             plots.generalization(
                 {how: r["density"] for how, r in result.items()},
                 result["all"]["goals"],
@@ -441,7 +415,8 @@ def _first(runs: Sequence[Found], experiment: str, *needed: str) -> dict[str, An
     }
 
 
-Curves = dict[str, tuple[np.ndarray, np.ndarray]]  # by method: x and values [seeds, x]
+# By method: x and values.
+Curves = dict[str, tuple[Float[np.ndarray, " x"], Float[np.ndarray, "seeds x"]]]
 
 
 def search_curves(runs: Sequence[Found], name: str) -> Curves:
@@ -450,9 +425,9 @@ def search_curves(runs: Sequence[Found], name: str) -> Curves:
 
 
 def training_curves(runs: Sequence[Found], name: str) -> Curves:
-    """A metric of the QDTs over epochs."""
+    """A metric of the models over epochs."""
     trained = (
-        (qdt_name(run.method, directory), metrics)
+        (run.model_name(directory), metrics)
         for run in runs
         for directory, metrics in run.training.items()
         if not is_pruned(directory)
@@ -476,29 +451,9 @@ def _over_seeds(logs: Iterable[tuple[str, list[dict[str, Any]]]], x: str, y: str
 
 # --- the page ---------------------------------------------------------------------------------------
 
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Quality-Diversity Transformer: report</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem;
-        color: #222; background: #fff; }}
-table {{ border-collapse: collapse; margin: 1rem 0; font-size: 0.9rem; display: block;
-         overflow-x: auto; }}
-th, td {{ padding: 0.3rem 0.7rem; border-bottom: 1px solid #ddd; text-align: right; }}
-th:first-child, td:first-child {{ text-align: left; }}
-td {{ white-space: nowrap; }}
-figure {{ margin: 1.5rem 0; }} img {{ max-width: 100%; }} figcaption {{ color: #555; }}
-</style></head><body>
-<h1>Quality-Diversity Transformer: report</h1>
-{body}
-</body></html>
-"""
 
-
-def write_report(directories: Sequence[Path], out: Path) -> Path:
+def write_report(found: dict[str, list[Found]], out: Path) -> Path:
     """Writes tables, figures and report.html into `out`."""
-    found = gather(directories)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -529,19 +484,21 @@ def write_report(directories: Sequence[Path], out: Path) -> Path:
                 f"<figcaption>{html.escape(caption)}</figcaption></figure>"
             )
     path = out / "report.html"
+    page = (Path(__file__).parent / "page" / "report.html").read_text()
     with write_safely(path) as file:
-        file.write(PAGE.format(body="\n".join(body)).encode())
+        file.write(page.replace("@@BODY@@", "\n".join(body)).encode())
     return path
 
 
 def _runs_list(runs: Sequence[Found]) -> str:
     items = []
     for run in runs:
-        config, task = run.lineage.plan.search, run.lineage.plan.task
-        steps = run.metrics[-1]["steps"] if run.metrics else config.steps
+        search, task = run.plan["search"], run.plan["task"]
+        steps = run.metrics[-1]["steps"] if run.metrics else search["steps"]
+        preset = html.escape(run.plan["preset"] or "none")
         items.append(
-            f"<li>{run.method}, seed {run.lineage.seed}: {steps:,} environment steps, episodes of "
-            f"{task.length}, {config.cells} cells, preset {html.escape(run.lineage.plan.preset)}</li>"
+            f"<li>{run.method}, seed {run.seed}: {steps:,} environment steps, episodes of "
+            f"{task['length']}, {search['cells']} cells, preset {preset}</li>"
         )
     return f"<details><summary>{len(runs)} runs</summary><ul>{''.join(items)}</ul></details>"
 

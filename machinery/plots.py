@@ -13,34 +13,16 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 
-from runs import write_safely
+from machinery.files import write_safely
 
 matplotlib.use("Agg")
 
 GRID = 400  # pixels along one side of a map
-COLOURS = {
-    "me": "#8c8c8c",
-    "me-sampling": "#b07aa1",
-    "me-ls": "#e15759",
-    "pgame": "#76b7b2",
-    "pgame-ls": "#4e79a7",
-    "me-ls, naive": "#f28e2b",
-}
 
 
 def save(figure: Figure, path: Path) -> None:
     with write_safely(path) as file:
         figure.savefig(file, format=path.suffix[1:], dpi=110)
-
-
-def axis_names(task_name: str) -> tuple[str, str]:
-    if task_name.endswith("-omni"):
-        return "x at the end (m)", "y at the end (m)"
-    return "share of steps, first foot on the ground", "share of steps, second foot on the ground"
-
-
-def unit(task_name: str) -> str:
-    return "m" if task_name.endswith("-omni") else "share of steps"
 
 
 def _panels(
@@ -50,7 +32,7 @@ def _panels(
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
-def _frame(axes: Any, low: Sequence[float], high: Sequence[float], names: tuple[str, str]) -> None:
+def _frame(axes: Any, low: Sequence[float], high: Sequence[float], names: Sequence[str]) -> None:
     axes.set(xlim=(low[0], high[0]), ylim=(low[1], high[1]), aspect="equal")
     axes.set_xlabel(names[0], fontsize=8)
     axes.set_ylabel(names[1], fontsize=8)
@@ -107,7 +89,7 @@ def cell_maps(
     panels: Mapping[str, tuple[ArrayLike, ArrayLike]],
     low: Sequence[float],
     high: Sequence[float],
-    names: tuple[str, str],
+    names: Sequence[str],
     label: str,
     lighter_is: str = "high",
     borders: bool = False,
@@ -136,7 +118,7 @@ def reproducibility(
     rows: Mapping[str, tuple[ArrayLike, ArrayLike | None]],
     low: Sequence[float],
     high: Sequence[float],
-    names: tuple[str, str],
+    names: Sequence[str],
 ) -> Figure:
     """Final descriptors, and paths where they mean something, of a few policies (figures 2, 7, 8).
 
@@ -161,18 +143,21 @@ def reproducibility(
     return figure
 
 
-def curves(panels: Mapping[str, Mapping[str, tuple[ArrayLike, ArrayLike]]], xlabel: str) -> Figure:
+def curves(
+    panels: Mapping[str, Mapping[str, tuple[ArrayLike, ArrayLike]]],
+    xlabel: str,
+    colours: Mapping[str, str],
+) -> Figure:
     """Mean and deviation over seeds of several methods (figures 4, 10, 13).
 
-    `panels` maps a title to methods, each with (x, values [seeds, x]).
+    `panels` maps a title to methods, each with (x, values [seeds, x]); `colours` has those of some.
     """
     figure, axes = _panels(len(panels), width=3.8)
     for ax, (title, methods) in zip(axes[0], panels.items(), strict=True):
         for name, (x, values) in methods.items():
             x, values = np.asarray(x), np.asarray(values, float)
             mean, deviation = values.mean(axis=0), values.std(axis=0)
-            colour = COLOURS.get(name.lower().removeprefix("qdt(").removesuffix(")"))
-            (line,) = ax.plot(x, mean, label=name, color=colour)
+            (line,) = ax.plot(x, mean, label=name, color=colours.get(name))
             ax.fill_between(
                 x,
                 mean - deviation,
@@ -193,7 +178,7 @@ def density_map(
     counts: Mapping[str, ArrayLike],
     low: Sequence[float],
     high: Sequence[float],
-    names: tuple[str, str],
+    names: Sequence[str],
 ) -> Figure:
     """Trajectories per bin of the descriptor space (top rows of figures 6 and 12)."""
     figure, axes = _panels(len(counts))
@@ -207,7 +192,7 @@ def _draw_densities(
     counts: Mapping[str, ArrayLike],
     low: Sequence[float],
     high: Sequence[float],
-    names: tuple[str, str],
+    names: Sequence[str],
 ) -> None:
     images = {title: np.log10(1 + np.asarray(c, float)) for title, c in counts.items()}
     limits = _shared_limits(list(images.values()))
@@ -232,7 +217,7 @@ def generalization(
     distances: Mapping[str, ArrayLike],
     low: Sequence[float],
     high: Sequence[float],
-    names: tuple[str, str],
+    names: Sequence[str],
     label: str,
 ) -> Figure:
     """Density of each pruned dataset above, accuracy of its QDT below (figures 6 and 12)."""

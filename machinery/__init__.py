@@ -1,0 +1,12 @@
+"""Everything that is not the paper's method: how episodes run fast, how files stay safe, how it is shown.
+
+Nobody has to open this package to understand or change the method, which is in the files at the root.
+Those may import from here; nothing in here imports from them.
+
+    machine, engine, lanes, robots    devices, many episodes at once, brax's physics as fast as it gets
+    attention, muon                   a Transformer's costly parts
+    streams                           where randomness comes from
+    files, runs, shards, minari       what is on disk, and how it gets there whole or not at all
+    config, presets.toml, driver      settings, plans, and the loop around every search and training
+    plots, report, viewer             figures, tables beside the paper's (paper.json), robots in a browser
+"""

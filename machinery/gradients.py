@@ -1,0 +1,56 @@
+"""The gradient of a large batch, on all devices, in the memory of a small one."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, PyTree
+
+from machinery.machine import devices
+
+Model = TypeVar("Model")
+
+
+def loss_and_gradient(
+    errors: Callable[[Model, Any], Float[Array, " batch"]],
+    model: Model,
+    batch: PyTree[Array],
+    micro_batch: int,
+) -> tuple[Float[Array, ""], Model]:
+    """`jax.value_and_grad` of the mean error of a batch of any size.
+
+    Every device goes through its share of the batch, a micro-batch at a time, and adds up. Where the
+    shares would not be equal, the last example fills them up and counts for nothing.
+    """
+    mesh, size = devices(), len(jax.tree.leaves(batch)[0])
+    micro_batch = min(micro_batch, -(-size // mesh.size))
+    at_once = mesh.size * micro_batch
+    padded = -(-size // at_once) * at_once
+    weight = (jnp.arange(padded) < size) / size
+    if padded > size:
+        index = jnp.minimum(jnp.arange(padded), size - 1)
+        batch = jax.tree.map(lambda x: x[index], batch)
+
+    def weighted_loss(model: Model, weight: Array, batch: Any) -> Array:
+        return jnp.sum(weight * errors(model, batch))
+
+    def on_device(model: Model, *share: Any) -> Any:
+        def add(total: Any, part: Any) -> tuple[Any, None]:
+            further = jax.value_and_grad(weighted_loss)(model, *part)
+            return jax.tree.map(jnp.add, total, further), None
+
+        split = jax.tree.map(lambda x: x.reshape(-1, micro_batch, *x.shape[1:]), share)
+        zero = jax.tree.map(jnp.zeros_like, (jnp.float32(0), model))
+        total, _ = jax.lax.scan(add, zero, split)
+        return jax.lax.psum(total, "device")
+
+    split, whole = PartitionSpec("device"), PartitionSpec()
+    return jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=(whole, split, split),
+        out_specs=whole,
+        check_vma=False,
+    )(model, weight, batch)

@@ -1,0 +1,165 @@
+"""A run on disk: its plan, and the directory of each stage.
+
+RUN/plan.json              seed and settings of all stages, written once by the first command
+RUN/search/                config, metrics, checkpoints, repertoire.safetensors, maps
+RUN/dataset[-NAME]/        config, shards and meta.json
+RUN/MODEL[-NAME]/          config, metrics, checkpoints, model.safetensors (the best epoch)
+RUN/evaluation/            one JSON file per experiment
+"""
+
+import contextlib
+import importlib.metadata
+import json
+import platform
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from machinery.config import describe_difference
+from machinery.files import (
+    UserError,
+    is_writer,
+    load_arrays,
+    read_json,
+    save_arrays,
+    to_plain,
+    write_json,
+    write_safely,
+)
+
+PLAN = "plan.json"
+
+
+def find_runs(directory: Path) -> list[Path]:
+    """All runs in a directory, itself included."""
+    return sorted(path.parent for path in directory.glob(f"**/{PLAN}"))
+
+
+def read_plan(path: Path) -> dict[str, Any]:
+    """The sections of a written plan: a plan.json, or the run directory that holds one."""
+    path = path / PLAN if path.is_dir() else path
+    content = read_json(path)
+    if not isinstance(content, dict) or not isinstance(content.get("plan"), dict):
+        raise UserError(f"{path} is not the plan of a run.")
+    return content["plan"]
+
+
+def write_plan(directory: Path, plan: dict[str, Any]) -> None:
+    write_json(directory / PLAN, {"plan": plan, "versions": versions()})
+
+
+def versions() -> dict[str, str]:
+    names = ("quality-diversity-transformer", "jax", "equinox", "brax", "optax", "numpy")
+    return {"python": platform.python_version()} | {n: importlib.metadata.version(n) for n in names}
+
+
+class Stage:
+    """The directory of one stage: `config.json`, `metrics.jsonl` and `checkpoint-*.safetensors`.
+
+    Opening an existing stage with another config is refused with the difference shown.
+    """
+
+    def __init__(self, directory: Path, config: dict[str, Any]):
+        self.directory = directory
+        self.config = json.loads(json.dumps(config, default=to_plain))
+        path = directory / "config.json"
+        if path.exists():
+            try:
+                difference = describe_difference(read_stage_config(directory), self.config)
+            except RecursionError:
+                raise UserError(f"{path} is no config: it is nested too deeply.") from None
+            if difference:
+                raise UserError(f"{directory} was made with another configuration: {difference}.")
+        elif is_writer():
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UserError(f"cannot create {directory}: {error.strerror}.") from None
+            write_json(path, {"config": self.config, "versions": versions()})
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.directory / "metrics.jsonl"
+
+    def log(self, row: dict[str, Any]) -> None:
+        if is_writer():
+            try:
+                with open(self.metrics_path, "a") as file:
+                    file.write(json.dumps(row, default=to_plain) + "\n")
+            except OSError as error:
+                raise UserError(f"cannot write {self.metrics_path}: {error.strerror}.") from error
+
+    def rewind_metrics(self, before: int) -> None:
+        """Drops what a killed process had logged beyond its last checkpoint."""
+        if self.metrics_path.exists() and is_writer():
+            kept = [row for row in read_metrics(self.metrics_path) if row["iteration"] < before]
+            with write_safely(self.metrics_path) as file:
+                file.writelines(json.dumps(row).encode() + b"\n" for row in kept)
+
+    def save_checkpoint(self, iteration: int, tree: Any) -> None:
+        """Writes a checkpoint and keeps the one before it, in case this one gets damaged."""
+        path = self.directory / f"checkpoint-{iteration:09d}.safetensors"
+        save_arrays(path, tree, {"iteration": iteration})
+        if is_writer():
+            for _, old in self._checkpoints()[2:]:
+                old.unlink(missing_ok=True)
+
+    def restore(self, like: Any) -> tuple[int, Any] | None:
+        """The newest readable checkpoint as (iteration, tree); None where there is none at all."""
+        problems = []
+        for iteration, path in self._checkpoints():
+            try:
+                tree, _ = load_arrays(path, like)
+            except UserError as error:
+                problems.append(str(error))
+                print(f"{error} Trying the checkpoint before it.", file=sys.stderr)
+                continue
+            return iteration, tree
+        if problems:
+            raise UserError(f"no checkpoint in {self.directory} can be read: {problems[0]}")
+        return None
+
+    def _checkpoints(self) -> list[tuple[int, Path]]:
+        """Checkpoints, newest first."""
+        found = []
+        for path in self.directory.glob("checkpoint-*.safetensors"):
+            if match := re.fullmatch(r"checkpoint-(\d+)\.safetensors", path.name):
+                found.append((int(match[1]), path))
+        return sorted(found, reverse=True)
+
+
+def read_stage_config(directory: Path) -> dict[str, Any]:
+    """What a stage was made with."""
+    path = directory / "config.json"
+    stored = read_json(path)
+    if not isinstance(stored, dict) or not isinstance(stored.get("config"), dict):
+        raise UserError(f"{path} is not a stage's config.")
+    return stored["config"]
+
+
+@contextlib.contextmanager
+def open_stage(directory: Path, config: dict[str, Any]) -> Iterator[Stage]:
+    """A stage to work in. If a mistake ends the work before it began, its config is forgotten again."""
+    stage = Stage(directory, config)
+    try:
+        yield stage
+    except UserError:
+        made = (p.name for p in directory.iterdir() if not p.name.startswith("."))
+        if is_writer() and list(made) == ["config.json"]:
+            (directory / "config.json").unlink()
+        raise
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a `metrics.jsonl`; a last line that was cut off by a kill is left out."""
+    rows = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and isinstance(row.get("iteration"), int):
+            rows.append(row)
+    return rows

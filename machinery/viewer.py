@@ -1,0 +1,198 @@
+"""The viewer: episodes as one HTML page that plays them in 3D, in any browser, with no network.
+
+Behaviour on demand is best judged by eye: did the robot walk to the target, did its feet touch the
+ground as often as they were asked to? `page` packs the robot's shape (`Scene`), its recorded motion
+(`Playback`, one per start state) and the target into a single file. The page holds everything it
+needs; its own security policy forbids it to fetch anything.
+
+The picture is drawn without WebGL, because a GPU is not always there (a server, a remote desktop, a
+test): the ground is plain 2D canvas polygons, and the robot's spheres, capsules and boxes are
+ray-cast pixel by pixel with a depth buffer. A robot is some twenty geoms on a tenth of the screen:
+little enough work for a browser.
+
+Imports nothing of the project: numpy arrays in, text out.
+"""
+
+import base64
+import html
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Float, Shaped
+
+WORLD = -1  # the body index of what does not move
+# Torso, limbs, feet: most brax robots come in a single brown, in which legs cannot be told apart.
+TORSO, LIMB, FOOT = (0.20, 0.36, 0.58), (0.85, 0.52, 0.27), (0.96, 0.76, 0.45)
+UNPAINTED = ((0.5, 0.5, 0.5), (0.4, 0.33, 0.26))  # the default colours of MuJoCo and of brax
+LABELS = {"bfoot": "back foot", "ffoot": "front foot"}  # for links with names that say little
+# MuJoCo's numbers for the shapes that the page can draw (mjtGeom)
+SHAPES = {0: "plane", 2: "sphere", 3: "capsule", 6: "box"}
+
+
+@dataclass(frozen=True)
+class Geom:
+    """One rigid shape on a body. Sizes as in MuJoCo; a capsule's: radius, half length along z."""
+
+    shape: Literal["plane", "sphere", "capsule", "box"]
+    size: tuple[float, ...]
+    colour: tuple[float, ...]  # red, green, blue in [0, 1]
+    body: int = WORLD
+    position: tuple[float, ...] = (0.0, 0.0, 0.0)  # in the body's frame
+    rotation: tuple[float, ...] = (1.0, 0.0, 0.0, 0.0)  # wxyz, in the body's frame
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is seen: the robot's geoms and the ground. `feet` maps the label of a foot to the body
+    that lights up when it touches the ground, in the order of the columns of `contacts`."""
+
+    geoms: list[Geom]
+    feet: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Playback:
+    """One episode, a row per step; `descriptor_path` is the descriptor of the steps so far."""
+
+    positions: Float[np.ndarray, "time body 3"]
+    rotations: Float[np.ndarray, "time body 4"]  # wxyz, as in brax
+    descriptor_path: Float[np.ndarray, "time d"]
+    contacts: Shaped[np.ndarray, "time foot"] | None = None  # not 0: the foot touches the ground
+
+
+def scene_from_brax(sys: Any, feet: Sequence[int] = ()) -> Scene:
+    """The geoms of a brax `System`; `feet` are the links whose contact with the ground is shown."""
+    parents = set(sys.link_parents)
+    model = sys.mj_model
+    geoms = []
+    for i in range(model.ngeom):
+        # MuJoCo counts the world as body 0, brax's links start after it.
+        body = int(model.geom_bodyid[i]) - 1
+        colour = tuple(float(c) for c in model.geom_rgba[i][:3])
+        if np.isclose(colour, UNPAINTED, atol=1e-3).all(axis=1).any():
+            colour = TORSO if body == 0 else LIMB if body in parents else FOOT
+        shape, size = SHAPES.get(int(model.geom_type[i])), model.geom_size[i]
+        position, rotation = model.geom_pos[i], model.geom_quat[i]
+        if shape is None:
+            # A mesh, an ellipsoid, ...: its bounding box is better than a hole in the robot.
+            shape, size = "box", model.geom_aabb[i][3:]
+            position = position + _rotate(rotation, model.geom_aabb[i][:3])
+        geoms.append(Geom(shape, _floats(size), colour, body, _floats(position), _floats(rotation)))
+    return Scene(geoms, dict(zip(link_labels(sys, feet), map(int, feet), strict=True)))
+
+
+def link_labels(sys: Any, feet: Sequence[int]) -> tuple[str, ...]:
+    """Names for the feet of a robot; the ant's links have none."""
+    names = [sys.link_names[link] or f"foot {k}" for k, link in enumerate(feet, 1)]
+    return tuple(LABELS.get(name, name) for name in names)
+
+
+def point_scene(radius: float = 0.02) -> Scene:
+    """A ball on a plane, for a task without physics; good is a hundredth of the plane's width."""
+    ground = Geom("plane", (1.0, 1.0, 1.0), (0.5, 0.5, 0.5))
+    return Scene([ground, Geom("sphere", (radius,), TORSO, body=0, position=(0.0, 0.0, radius))])
+
+
+def page(
+    title: str,
+    scene: Scene,
+    playbacks: Sequence[Playback],
+    target: Sequence[float] | np.ndarray,
+    bounds: Any,
+    kind: Literal["omni", "uni"] = "omni",
+    dt: float = 0.05,
+) -> str:
+    """The HTML page that plays `playbacks`.
+
+    `target` is the descriptor that was asked for and `bounds` = (low, high) the descriptor space,
+    each a number or one number per dimension. `kind` says what a descriptor is: a place on the
+    ground, which is drawn there ('omni'), or shares of ground contact, which are drawn as a chart
+    with a lamp per foot ('uni'). `dt` is the time in seconds between two rows of a playback.
+    """
+    target = np.asarray(target, np.float32)
+    if target.ndim != 1 or (kind == "omni" and target.shape != (2,)):
+        raise ValueError(f"The target must be {'x and y' if kind == 'omni' else 'a list'}.")
+    if not np.isfinite(target).all():
+        raise ValueError(f"The target must be finite, not {target.tolist()}.")
+    low, high = (np.broadcast_to(np.asarray(b, np.float32), target.shape) for b in bounds)
+    if not (high > low).all():
+        raise ValueError(f"The bounds must be (low, high) with low < high, not {bounds}.")
+    if kind not in ("omni", "uni"):
+        raise ValueError(f"The kind must be 'omni' or 'uni', not '{kind}'.")
+    if not dt > 0:
+        raise ValueError(f"The time between two steps must be positive, not {dt}.")
+    if not playbacks:
+        raise ValueError("There is no episode to play.")
+    bodies = 1 + max((geom.body for geom in scene.geoms), default=WORLD)
+    if bodies == 0:
+        raise ValueError("The scene has no geom that moves.")
+    data = {
+        "title": title,
+        "kind": kind,
+        "dt": float(dt),
+        "target": target.tolist(),
+        "bounds": [low.tolist(), high.tolist()],
+        "geoms": [vars(geom) for geom in scene.geoms],
+        "feet": [[label, body] for label, body in scene.feet.items()],
+        "episodes": [_pack(p, i, bodies, len(target)) for i, p in enumerate(playbacks, 1)],
+    }
+    # Inside a script element only '<' could end it or open a comment.
+    text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    fields = {"TITLE": html.escape(title), "DATA": text}
+    fields |= {"STYLE": _asset("viewer.css"), "SCRIPT": _asset("viewer.js")}
+    return re.sub("@@([A-Z]+)@@", lambda match: fields[match[1]], _asset("viewer.html"))
+
+
+def _asset(name: str) -> str:
+    return (Path(__file__).parent / "page" / name).read_text()
+
+
+def _pack(playback: Playback, number: int, bodies: int, d: int) -> dict[str, Any]:
+    """The arrays of episode `number` as text, after a check that the page can play them."""
+    steps, contacts = len(playback.positions), playback.contacts
+    expected = {
+        "positions": ("time", "body", 3),
+        "rotations": ("time", "body", 4),
+        "descriptor_path": ("time", d),
+    }
+    sizes = {"time": steps, "body": playback.positions.shape[1]}
+    for name, axes in expected.items():
+        array = getattr(playback, name)
+        if steps == 0 or array.shape != tuple(sizes.get(axis, axis) for axis in axes):
+            raise ValueError(f"Episode {number}: {name} has shape {array.shape}, not {axes}.")
+        diverged = ~np.isfinite(array).reshape(steps, -1).all(axis=1)
+        if diverged.any():
+            first = diverged.argmax()
+            raise ValueError(f"Episode {number} diverged at step {first}: it cannot be played.")
+    if sizes["body"] < bodies:
+        raise ValueError(f"Episode {number} moves {sizes['body']} bodies, the scene has {bodies}.")
+    if contacts is not None and (contacts.ndim != 2 or len(contacts) != steps):
+        raise ValueError(f"Episode {number}: contacts needs a row for each of {steps} steps.")
+    return {
+        "steps": steps,
+        "bodies": bodies,
+        "feet": 0 if contacts is None else contacts.shape[1],
+        "positions": _base64(playback.positions[:, :bodies]),
+        "rotations": _base64(playback.rotations[:, :bodies]),
+        "descriptors": _base64(playback.descriptor_path),
+        "contacts": None if contacts is None else _base64(contacts),
+    }
+
+
+def _base64(array: np.ndarray) -> str:
+    return base64.b64encode(np.ascontiguousarray(array, "<f4").tobytes()).decode("ascii")
+
+
+def _floats(array: np.ndarray) -> tuple[float, ...]:
+    return tuple(round(float(value), 5) for value in array)
+
+
+def _rotate(quaternion: np.ndarray, vector: np.ndarray) -> np.ndarray:
+    w, axis = quaternion[0], quaternion[1:]
+    turn = 2 * np.cross(axis, vector)
+    return vector + w * turn + np.cross(axis, turn)
