@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 if TYPE_CHECKING:
     from dataset import Dataset, DatasetConfig
@@ -58,7 +59,7 @@ class Experiment(StrEnum):
     calibrate = "calibrate"
 
 
-class RegistryCommand(typer.core.TyperCommand):
+class RegistryCommand(TyperCommand):
     """Help that lists what is registered: JAX is imported only for those who ask."""
 
     def get_help(self, ctx: Any) -> str:

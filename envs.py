@@ -408,12 +408,13 @@ def play_episode(
         state, memory, fitness, finite = carry
         action, memory = policy.act(memory, state)
         action = jnp.clip(action, -1.0, 1.0)
-        after = task.step(state, with_noise(action, action_noise, key, state.time))
+        after = task.step(state, with_noise(action, action_noise, noise_key, state.time))
         fitness += after.reward
         finite &= jnp.isfinite(after.observation).all() & jnp.isfinite(after.reward)
         return (after, memory, fitness, finite), record(state, action)
 
-    start = task.reset(key)
+    start_key, noise_key = jax.random.split(key)
+    start = task.reset(start_key)
     carry = (start, policy.start(), jnp.zeros(()), jnp.array(True))
     (end, _, fitness, finite), recorded = jax.lax.scan(step, carry, length=task.length)
     last = record(end, jnp.zeros(task.action_size))

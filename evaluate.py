@@ -26,8 +26,8 @@ from me_ls import (
     Offspring,
     Repertoire,
     characterise,
-    cvt,
     find_rule,
+    goals,
     insert,
     nearest,
     repertoire_metrics,
@@ -36,11 +36,6 @@ from me_ls import (
 from qdt import ConditionedPolicy, play
 
 EPISODES = 10  # per goal and per re-evaluated policy, as in the paper
-
-
-def goals(task: Task, count: int) -> Float[Array, "goals d"]:
-    """Targets that cover the descriptor space: the centroids of a CVT, the same in every evaluation."""
-    return cvt(task.low, task.high, count, key=jax.random.key(0))
 
 
 # --- accuracy -------------------------------------------------------------------------------------
@@ -292,16 +287,12 @@ class Subject:
 
     @property
     def goals(self) -> Float[Array, "goals d"]:
-        return goals(self.task, self.task.zones)
-
-    @property
-    def key(self) -> Key[Array, ""]:
-        return stream(self.seed, "evaluation")
+        return goals(self.task)
 
     @property
     def episode_keys(self) -> Key[Array, "goals episodes"]:
         """The same starts for everything that is compared on the goals of a run."""
-        return jax.random.split(self.key, (self.task.zones, EPISODES))
+        return jax.random.split(stream(self.seed, "accuracy"), (self.task.zones, EPISODES))
 
     def measure(self, model: ConditionedPolicy) -> Accuracy:
         return measure(self.goals, play(self.task, model, self.goals, self.episode_keys))
@@ -326,7 +317,7 @@ def evaluate_accuracy(subject: Subject) -> dict[str, Any]:
 
 def evaluate_reassessment(subject: Subject) -> dict[str, Any]:
     repertoire = subject.repertoire
-    again = reassess(subject.task, repertoire, key=subject.key)
+    again = reassess(subject.task, repertoire, key=stream(subject.seed, "reassessment"))
     return {
         "centroids": repertoire.centroids,
         "fitness": jnp.where(repertoire.occupied, repertoire.fitness, jnp.nan),  # as found
@@ -338,7 +329,8 @@ def evaluate_reassessment(subject: Subject) -> dict[str, Any]:
 
 
 def evaluate_reproducibility(subject: Subject) -> dict[str, Any]:
-    return reproducibility(subject.task, subject.repertoire, key=subject.key)._asdict()
+    key = stream(subject.seed, "reproducibility")
+    return reproducibility(subject.task, subject.repertoire, key=key)._asdict()
 
 
 def evaluate_calibration(subject: Subject) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from envs import Episodes, State, Task, rollout
 from machinery.config import require_at_least, require_layers
 from machinery.files import UserError
 from machinery.machine import devices
+from machinery.streams import stream
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,11 @@ def cvt(
         return jnp.where(count[:, None] > 0, total / jnp.maximum(count, 1)[:, None], centroids)
 
     return jax.lax.fori_loop(0, rounds, lloyd, centroids)
+
+
+def goals(task: Task) -> Float[Array, "goals d"]:
+    """What is asked for in evaluations: points that cover the space, the same for every run."""
+    return cvt(task.low, task.high, task.zones, key=stream(0, "goals"))
 
 
 def nearest(centroids: Float[Array, "cells d"], points: Float[Array, "*n d"]) -> Int[Array, "*n"]:
@@ -434,7 +440,8 @@ class MapElites(eqx.Module):
 
     def init(self, key: Key[Array, ""]) -> SearchState:
         """An empty repertoire. Its cells depend on the key alone: algorithms with one key share them."""
-        centroids = cvt(self.task.low, self.task.high, self.config.cells, key=key)
+        cells_key, _ = jax.random.split(key)
+        centroids = cvt(self.task.low, self.task.high, self.config.cells, key=cells_key)
         return SearchState(empty_repertoire(self.task, self.config.hidden, centroids))
 
     def step(
@@ -471,7 +478,7 @@ class MapElites(eqx.Module):
         """What follows the episodes in every algorithm: characterise, insert, count."""
         offspring = Offspring(policies, *characterise(self.rule, episodes, repertoire.centroids))
         repertoire, insertions = insert(repertoire, offspring, self.rule.replaces)
-        metrics = repertoire_metrics(self.task, repertoire)
+        metrics: dict[str, Array | None] = {**repertoire_metrics(self.task, repertoire)}
         if self.episodes == 1:
             metrics["mean_spread"] = None  # one episode has none
         metrics |= {"insertions": insertions, "diverged": episodes.diverged.sum()}

@@ -417,9 +417,10 @@ class PGAME(MapElites):
     config: PGAMEConfig = eqx.field(static=True)
 
     def init(self, key: Key[Array, ""]) -> PGAMEState:
+        _, networks_key = jax.random.split(key)  # the first one is for the cells
         return PGAMEState(
             super().init(key).repertoire,
-            first_td3(self.task, self.config, key=jax.random.fold_in(key, 1)),
+            first_td3(self.task, self.config, key=networks_key),
             empty_replay(self.task, self.config.replay),
         )
 
@@ -427,8 +428,8 @@ class PGAME(MapElites):
         self, state: PGAMEState, key: Key[Array, ""]
     ) -> tuple[PGAMEState, dict[str, Array | None]]:
         """One pass through the loop: variation and training, evaluation, insertion."""
-        *vary_keys, play_key = jax.random.split(key, 4)
-        offspring, td3, loss = self.vary_and_train(state, *vary_keys)
+        vary_key, play_key = jax.random.split(key)
+        offspring, td3, loss = self.vary_and_train(state, key=vary_key)
         episodes = self.play(offspring, key=play_key, record=transitions)
         replay = remember(state.replay, episodes)
         repertoire, metrics = self.insert(state.repertoire, offspring, episodes)
@@ -437,24 +438,20 @@ class PGAME(MapElites):
 
     @eqx.filter_jit
     def vary_and_train(
-        self,
-        state: PGAMEState,
-        gradient_key: Key[Array, ""],
-        vary_key: Key[Array, ""],
-        train_key: Key[Array, ""],
+        self, state: PGAMEState, *, key: Key[Array, ""]
     ) -> tuple[MLP, TD3, Float[Array, ""]]:
         """A batch of offspring with the greedy actor first; TD3 after its training; the critics' loss.
 
         As long as the repertoire is empty, the others are random policies, and nothing is trained.
         """
         repertoire, td3, replay = state.repertoire, state.td3, state.replay
+        vary_key, parent_key, climb_key, train_key = jax.random.split(key, 4)
 
         def begin() -> tuple[MLP, TD3, Float[Array, ""]]:
             others = self.propose(repertoire, self.config.batch - 1, key=vary_key)
             return others, td3, jnp.array(jnp.nan)
 
         def go_on() -> tuple[MLP, TD3, Float[Array, ""]]:
-            parent_key, climb_key = jax.random.split(gradient_key)
             varied = self.propose(repertoire, self.config.by_variation, key=vary_key)
             parents = self.rule.select(repertoire, self.config.by_gradient, key=parent_key)
             critic = first_of(td3.critics)

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from operator import methodcaller
 from typing import Any, Literal
 
 import equinox as eqx
@@ -41,7 +42,7 @@ from machinery.files import UserError
 from machinery.gradients import loss_and_gradient
 from machinery.muon import scale_by_muon
 from machinery.streams import generator, stream
-from me_ls import cvt
+from me_ls import goals
 
 
 @dataclass(frozen=True)
@@ -562,14 +563,12 @@ def make_model(
 def learning_rate(config: TrainConfig, total: int) -> optax.Schedule:
     """Constant as in the paper, after a warm-up if there is one; `decay`: a half cosine to zero."""
     rate, warmup = config.learning_rate, config.warmup_steps
-    start = rate / (warmup or 1)
+    first = rate / max(warmup, 1)
     if config.decay:
-        return optax.warmup_cosine_decay_schedule(start, rate, warmup, max(total, warmup + 1))
-    return (
-        optax.warmup_constant_schedule(start, rate, warmup)
-        if warmup
-        else optax.constant_schedule(rate)
-    )
+        return optax.warmup_cosine_decay_schedule(first, rate, warmup, max(total, warmup + 1))
+    if warmup:
+        return optax.warmup_constant_schedule(first, rate, warmup)
+    return optax.constant_schedule(rate)
 
 
 def optimiser(config: TrainConfig, total: int) -> optax.GradientTransformation:
@@ -577,11 +576,11 @@ def optimiser(config: TrainConfig, total: int) -> optax.GradientTransformation:
     direction = optax.scale_by_adam()
     if config.optimiser == "muon":
         direction = optax.multi_transform(
-            {True: scale_by_muon(), False: direction}, lambda model: model.moves_by_muon()
+            {True: scale_by_muon(), False: direction}, methodcaller("moves_by_muon")
         )
     return optax.chain(
         direction,
-        optax.add_decayed_weights(config.weight_decay, mask=lambda model: model.decays()),
+        optax.add_decayed_weights(config.weight_decay, mask=methodcaller("decays")),
         optax.scale_by_learning_rate(learning_rate(config, total)),
     )
 
@@ -693,10 +692,6 @@ class Training:
     def batches(self) -> BatchReader:
         return BatchReader(self.data, self.config.batch_size, seed=self.seed, view=self.learned)
 
-    @cached_property
-    def goals(self) -> Float[Array, "goals d"]:
-        return cvt(self.task.low, self.task.high, self.task.zones, key=jax.random.key(0))
-
     @property
     def steps_per_epoch(self) -> int:
         return len(self.learned) // self.config.batch_size
@@ -748,10 +743,10 @@ class Training:
 
     def evaluate(self, state: TrainingState) -> tuple[dict[str, float], Best]:
         """Asks for every goal, from the same starts every time; keeps the model if it is the best yet."""
-        goals, count = self.goals, self.config.goal_episodes
-        keys = jax.random.split(stream(self.seed, "training-goals"), (len(goals), count))
-        episodes = play(self.task, state.model, goals, keys)
-        far = jnp.sqrt(jnp.sum((episodes.descriptor - goals[:, None]) ** 2, axis=-1))
+        targets, count = goals(self.task), self.config.goal_episodes
+        keys = jax.random.split(stream(self.seed, "training-goals"), (len(targets), count))
+        episodes = play(self.task, state.model, targets, keys)
+        far = jnp.sqrt(jnp.sum((episodes.descriptor - targets[:, None]) ** 2, axis=-1))
         distance = jnp.mean(far, where=~episodes.diverged)
         fitness = jnp.mean(episodes.fitness, axis=1, where=~episodes.diverged)
         best = state.best

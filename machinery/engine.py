@@ -40,7 +40,8 @@ def map_episodes(
     chunk = machine.chunk() if chunk is None else chunk
     if chunk < 1:
         raise UserError(f"a chunk must hold at least one episode, not {chunk}.")
-    schedule = Schedule.of(*keys.shape, chunk)
+    count, episodes = keys.shape
+    schedule = Schedule.of(count, episodes, chunk)
     batches = _split(schedule, members, keys)
     return _join(schedule, [_run(function, *batch) for batch in batches])
 

@@ -1,6 +1,6 @@
 """Randomness in streams with names: nothing that is drawn for one purpose is drawn for another.
 
-JAX's keys form a tree: `split(k, n)[i]` is `fold_in(k, i)`, so that two parts of a program that both count
+JAX's keys form a tree in which `split(k, n)[i]` is `fold_in(k, i)`: two parts of a program that both count
 from 0 below the same key draw the same numbers. Every purpose therefore has a branch of its own here,
 directly below the seed, and counts freely within it.
 """
@@ -9,32 +9,30 @@ import jax
 import numpy as np
 from jaxtyping import Array, Key
 
-_SEARCH_INIT = 2**31 - 1
+# The numbers are part of every result: a stream that goes leaves its number unused.
+STREAMS = {
+    "search-init": 0,  # cells of the repertoire, networks of TD3
+    "search": 1,  # one key per iteration: selection, variation, episodes
+    "zones": 2,
+    "selection": 3,  # episodes of the candidates for a dataset
+    "trajectories": 4,  # one key per trajectory
+    "model": 5,  # initial weights
+    "training": 6,  # one key per step: dropout
+    "training-goals": 7,  # episodes of the evaluations that choose the best epoch
+    "goals": 8,  # of seed 0, whatever the run's: all runs are asked for the same goals
+    "accuracy": 9,
+    "reassessment": 10,
+    "reproducibility": 11,
+    "calibration": 12,
+    "act": 13,
+}
+# Orders of trajectories on disk are drawn by NumPy.
+ORDERS = {"order": 0, "held-out": 1, "density": 2, "statistics": 3}
 
 
 def stream(seed: int, name: str) -> Key[Array, ""]:
-    root = jax.random.key(seed)
-    dataset = jax.random.split(jax.random.fold_in(root, 0xDA7A5E7), 3)
-    training = jax.random.split(jax.random.fold_in(root, 1))
-    evaluation = jax.random.fold_in(root, 0xE7A1)
-    return {
-        "search-init": jax.random.fold_in(root, _SEARCH_INIT),
-        "search": root,
-        "zones": dataset[0],
-        "selection": dataset[1],
-        "trajectories": dataset[2],
-        "model": root,
-        "training": training[0],
-        "training-goals": training[1],
-        "evaluation": evaluation,
-        "calibration": jax.random.fold_in(evaluation, 0xCA1),
-        "act": root,
-    }[name]
-
-
-NUMPY = {"order": 0, "held-out": 1, "density": 2, "statistics": 3}
+    return jax.random.fold_in(jax.random.key(seed), STREAMS[name])
 
 
 def generator(seed: int, name: str, *more: int) -> np.random.Generator:
-    """The same for what is drawn by NumPy: orders of trajectories on disk."""
-    return np.random.default_rng((seed, NUMPY[name], *more))
+    return np.random.default_rng((seed, ORDERS[name], *more))

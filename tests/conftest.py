@@ -17,18 +17,19 @@ import pytest
 from jaxtyping import install_import_hook
 
 ROOT = Path(__file__).parents[1]
-MODULES = [path.stem for path in ROOT.glob("*.py")]
+MODULES = ["machinery", *(path.stem for path in ROOT.glob("*.py"))]
 
 install_import_hook(MODULES, "beartype.beartype")  # a mistake in a type or a shape raises
 
 import envs  # noqa: E402 - under the hook
 import me_ls  # noqa: E402
+from machinery import machine  # noqa: E402
 
-envs.prepare_jax()  # the compilation cache of the user: the second run of the tests is quick
+machine.prepare_jax()  # the compilation cache of the user: the second run of the tests is quick
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 # A command that is tested inside this process must not change the devices any more.
-envs.prepare_jax = lambda cache=True: None
+machine.prepare_jax = lambda cache=True: None
 
 hypothesis.settings.register_profile(
     "project", deadline=None, derandomize=True, max_examples=30, print_blob=False
