@@ -65,6 +65,7 @@ class Task(eqx.Module):
     axes: eqx.AbstractVar[tuple[str, ...]]  # what each number of a descriptor says
     unit: ClassVar[str]  # of a distance between descriptors
     is_place: ClassVar[bool] = False  # whether a descriptor is where the robot is on the ground
+    in_lanes: ClassVar[bool] = False  # whether its physics goes through `machinery/lanes.py`
     zones: ClassVar[int] = 100  # of the dataset, and goals of the evaluations, as in the paper
 
     def reset(self, key: Key[Array, ""]) -> State:
@@ -155,7 +156,7 @@ class BraxTask(Task):
     """
 
     robot: ClassVar[str]
-    lanes: ClassVar[bool] = False  # whether `machinery/lanes.py` is worth its compile time
+    in_lanes: ClassVar[bool] = False  # whether `machinery/lanes.py` is worth its compile time
 
     env: Any = eqx.field(static=True)
     length: int
@@ -168,7 +169,7 @@ class BraxTask(Task):
     axes: tuple[str, ...]
 
     def __init__(self, config: TaskConfig):
-        self.env = load_robot(self.robot, config.backend, self.lanes)
+        self.env = load_robot(self.robot, config.backend, self.in_lanes)
         self.length = config.length
         self.observation_size = int(self.env.observation_size)
         self.action_size = int(self.env.action_size)
@@ -284,15 +285,15 @@ class UniTask(BraxTask):
 
 
 class AntOmni(OmniTask):
-    robot, own_reach, lanes = "ant", 15.0, True
+    robot, own_reach, in_lanes = "ant", 15.0, True
 
 
 class HalfcheetahUni(UniTask):
-    robot, feet, slowest, lanes = "halfcheetah", (3, 6), 7.0, True  # bfoot, ffoot
+    robot, feet, slowest, in_lanes = "halfcheetah", (3, 6), 7.0, True  # bfoot, ffoot
 
 
 class AntUni(UniTask):
-    robot, feet, slowest, lanes = "ant", (2, 4, 6, 8), 5.0, True  # the lower legs
+    robot, feet, slowest, in_lanes = "ant", (2, 4, 6, 8), 5.0, True  # the lower legs
 
 
 class HopperUni(UniTask):
@@ -456,4 +457,7 @@ def rollout(
     `policy` makes a `Policy` of one member; by default the members are policies themselves. It may
     hold arrays that all share, such as the one Transformer behind many targets.
     """
-    return map_episodes(Play(task, policy, record, action_noise), members, keys, chunk)
+    play = Play(task, policy, record, action_noise)
+    # Programs that the tests have compiled: robots in lanes, played by policies of their own.
+    share_work = task.in_lanes and policy is identity
+    return map_episodes(play, members, keys, chunk, share_work)

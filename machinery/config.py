@@ -63,12 +63,12 @@ def _typed(name: str, kind: Any, value: Any) -> Any:
         raise UserError(f"{name} must be {text}, not {value!r}.") from None
 
 
-def require_at_least(least: float, config: Any, *names: str) -> None:
+def require_at_least(least: int, config: Any, *names: str) -> None:
     """Refuses smaller numbers, NaN and infinity; what is not set is allowed."""
     for name in names:
         value = getattr(config, name)
         if value is not None and not least <= value < float("inf"):
-            limit = "must not be negative" if least == 0 else f"must be at least {least:g}"
+            limit = "must not be negative" if least == 0 else f"must be at least {least}"
             raise UserError(f"{name} {limit}, it is {value}.")
 
 

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -26,6 +26,7 @@ from machinery.machine import replicate
 from machinery.runs import Stage
 
 
+@runtime_checkable
 class Algorithm(Protocol):
     """Something that goes on step by step. Metrics are numbers and arrays; none: not logged."""
 

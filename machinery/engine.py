@@ -9,6 +9,7 @@ batches have the same shape, whatever that number: the physics compiles once.
 The engine knows nothing of tasks and policies; `envs.py::rollout` says what is played.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from jaxtyping import Array, Key, PyTree
 
 from machinery import machine
 from machinery.files import UserError
+from machinery.fusion import shared_work
 from machinery.machine import devices
 
 VECTOR = 32  # numbers that a CPU core works on in one pass of a vectorised loop
@@ -31,11 +33,13 @@ def map_episodes(
     members: PyTree,
     keys: Key[Array, "members episodes"],
     chunk: int | None = None,
+    share_work: bool = False,
 ) -> PyTree:
     """`function(member, key)` for each of the stacked `members` and each of its keys.
 
     The arrays of the result have leading axes (members, episodes). The function may hold arrays that all
     members share, such as the one Transformer behind many targets. Results depend on the keys alone.
+    `share_work`: compile it with `machinery/fusion.py`, which physics in lanes needs.
     """
     chunk = machine.chunk() if chunk is None else chunk
     if chunk < 1:
@@ -43,7 +47,9 @@ def map_episodes(
     count, episodes = keys.shape
     schedule = Schedule.of(count, episodes, chunk)
     batches = _split(schedule, members, keys)
-    return _join(schedule, [_run(function, *batch) for batch in batches])
+    with shared_work() if share_work else contextlib.nullcontext():
+        results = [_run(function, share_work, *batch) for batch in batches]
+    return _join(schedule, results)
 
 
 class Schedule(eqx.Module):
@@ -104,8 +110,10 @@ def _split(
 
 
 @eqx.filter_jit
-def _run(function: Callable, members: PyTree, keys: Key[Array, "groups group"]) -> PyTree:
-    """One batch: a chunk on every device."""
+def _run(
+    function: Callable, share_work: bool, members: PyTree, keys: Key[Array, "groups group"]
+) -> PyTree:
+    """One batch: a chunk on every device. How it was compiled tells programs apart."""
     members, members_rest = eqx.partition(members, eqx.is_array)
     shared, shared_rest = eqx.partition(function, eqx.is_array)
 

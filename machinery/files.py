@@ -21,7 +21,6 @@ from typing import Any, BinaryIO
 import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 try:
     import fcntl
@@ -42,14 +41,15 @@ def is_writer() -> bool:
 
 
 @contextlib.contextmanager
-def whole_or_absent(path: Path) -> Iterator[Path]:
-    """A temporary neighbour of `path`, which takes its name once everything in it is on disk."""
+def write_safely(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file for writing that appears under its name only if the block ends well."""
     if not path.name:
         raise UserError(f"{path} is a directory, not the name of a file.")
     temporary = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
+        with open(temporary, "wb") as file:
+            yield file
         _sync(temporary)
         os.replace(temporary, path)
         _sync(path.parent)
@@ -58,14 +58,6 @@ def whole_or_absent(path: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
-
-
-@contextlib.contextmanager
-def write_safely(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file for writing that appears under its name only if the block ends well."""
-    with whole_or_absent(path) as temporary, open(temporary, "wb") as file:
-        yield file
-        file.flush()
 
 
 def _sync(path: Path) -> None:
@@ -130,9 +122,9 @@ def _checksum(arrays: dict[str, np.ndarray], about: str) -> str:
     """Of the names, types, shapes and numbers, and of what is said about them."""
     checksum = zlib.crc32(about.encode())
     for name in sorted(arrays):
-        array = np.ascontiguousarray(arrays[name])
-        checksum = zlib.crc32(f"{name} {array.dtype} {arrays[name].shape}".encode(), checksum)
-        checksum = zlib.crc32(array.reshape(-1).view(np.uint8).data, checksum)
+        array = arrays[name]
+        checksum = zlib.crc32(f"{name} {array.dtype} {array.shape}".encode(), checksum)
+        checksum = zlib.crc32(_bytes(array), checksum)
     return f"{checksum:08x}"
 
 
@@ -143,11 +135,30 @@ def save_arrays(path: Path, tree: Any, about: dict[str, Any] | None = None) -> N
         return
     text = json.dumps(about or {}, default=to_plain)
     metadata = {"format": FORMAT, "about": text, "checksum": _checksum(arrays, text)}
-    with whole_or_absent(path) as temporary:
-        try:
-            save_file(arrays, temporary, metadata)
-        except SafetensorError as error:  # a full disk, a directory that is not writable
-            raise UserError(f"cannot write {path}: {error}.") from error
+    with write_safely(path) as file:
+        # Large types first, so that all of them are aligned.
+        ordered = sorted(arrays.items(), key=lambda item: -item[1].itemsize)
+        file.write(_header(dict(ordered), metadata))
+        for _, array in ordered:
+            file.write(_bytes(array))
+
+
+def _header(arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> bytes:
+    """How a safetensors file begins. The library shuffles metadata; here, equal arrays are equal files."""
+    types = {ours: theirs for theirs, ours in _TYPES.items()}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name, array in arrays.items():
+        begin, end = end, end + array.nbytes
+        where = {"shape": array.shape, "data_offsets": [begin, end]}
+        header[name] = {"dtype": types[str(array.dtype)]} | where
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def load_arrays(path: Path, like: Any) -> tuple[Any, dict[str, Any]]:

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 import zlib
+from unittest import mock
 
 import equinox as eqx
 import jax
@@ -20,10 +21,15 @@ from hypothesis import strategies as st
 import dataset as ds
 import envs
 import me_ls
-import runs
+from machinery import machine, runs
+from machinery.driver import Stopped
+from machinery.files import UserError, lock
+from machinery.shards import array_file
+from machinery.streams import stream
 
 TASK = envs.make_task(envs.TaskConfig("point-omni", length=10, reach=0.4))
-CONFIG = ds.DatasetConfig(trajectories=100, zones=6, selection_episodes=4, shard_size=24)
+CONFIG = ds.DatasetConfig(trajectories=100, zones=6, selection_episodes=4)
+SHARD_SIZE = 24
 
 
 def made_up_repertoire(task: envs.Task = TASK, cells: int = 24, holes: int = 3) -> me_ls.Repertoire:
@@ -46,8 +52,12 @@ def made_up_repertoire(task: envs.Task = TASK, cells: int = 24, holes: int = 3) 
 REPERTOIRE = made_up_repertoire()
 
 
-def build(directory, config=CONFIG, repertoire=REPERTOIRE, task=TASK, seed=3) -> ds.Dataset:
-    return ds.build(task, repertoire, config, seed, runs.Stage(directory, {"dataset": config}))
+def build(
+    directory, config=CONFIG, repertoire=REPERTOIRE, task=TASK, seed=3, shard_size=SHARD_SIZE
+) -> ds.Dataset:
+    stage = runs.Stage(directory, {"dataset": config})
+    with mock.patch.object(machine, "_current", machine.Machine(shard_size=shard_size)):
+        return ds.build(task, repertoire, config, seed, stage)
 
 
 @pytest.fixture(scope="module")
@@ -104,24 +114,23 @@ def test_a_nan_of_a_diverged_policy_does_not_disturb_the_others():
     assert best.tolist() == [1]
 
 
-@pytest.mark.parametrize("disturbance", [0.0, 0.3])
-def test_selection_plays_every_policy_of_an_occupied_cell_and_keeps_one_per_zone(disturbance):
+@pytest.mark.parametrize("action_noise", [0.0, 0.3])
+def test_selection_plays_every_policy_of_an_occupied_cell_and_keeps_one_per_zone(action_noise):
     """The whole selection again, policy by policy, in plain Python."""
-    config = dataclasses.replace(CONFIG, disturbance=disturbance)
+    config = dataclasses.replace(CONFIG, action_noise=action_noise)
     selection = ds.select_policies(TASK, REPERTOIRE, config, seed=3)
-    zones_key, episodes_key, _ = ds._keys(3)
-    centroids = np.asarray(me_ls.cvt(TASK.low, TASK.high, 6, key=zones_key))
+    centroids = np.asarray(me_ls.cvt(TASK.low, TASK.high, 6, key=stream(3, "zones")))
 
     def zone_of(point) -> int:
         return int(np.argmin(((centroids - np.asarray(point)) ** 2).sum(axis=1)))
 
     cells = [c for c in range(24) if REPERTOIRE.fitness[c] > -np.inf]
     assert len(cells) == 21
-    keys = jax.random.split(episodes_key, (21, 4))
+    keys = jax.random.split(stream(3, "selection"), (21, 4))
     rows, play = [], eqx.filter_jit(envs.play_episode)
     for row, cell in enumerate(cells):
         policy = jax.tree.map(lambda x, cell=cell: x[cell], REPERTOIRE.policies)
-        played = [play(TASK, policy, key, disturbance=disturbance) for key in keys[row]]
+        played = [play(TASK, policy, key, action_noise=action_noise) for key in keys[row]]
         zone = zone_of(REPERTOIRE.descriptor[cell])
         hits = sum(zone_of(episode.descriptor) == zone for episode in played)
         ends = [np.asarray(episode.descriptor) for episode in played]
@@ -145,16 +154,16 @@ def test_a_diverged_policy_is_never_selected(built):
 
 def test_an_empty_repertoire_and_one_that_always_diverges_are_refused(tmp_path):
     empty = eqx.tree_at(lambda r: r.fitness, REPERTOIRE, jnp.full(24, -jnp.inf))
-    with pytest.raises(runs.UserError, match="repertoire is empty"):
+    with pytest.raises(UserError, match="repertoire is empty"):
         build(tmp_path / "a", repertoire=empty)
     broken = eqx.tree_at(
         lambda r: r.policies,
         REPERTOIRE,
         replace_fn=lambda p: jax.tree.map(lambda x: x * jnp.nan, p),
     )
-    with pytest.raises(runs.UserError, match="diverged"):
+    with pytest.raises(UserError, match="diverged"):
         build(tmp_path / "b", repertoire=broken)
-    with pytest.raises(runs.UserError, match="diverged; nothing to store"):
+    with pytest.raises(UserError, match="diverged; nothing to store"):
         build(tmp_path / "c", dataclasses.replace(CONFIG, naive=True), repertoire=broken)
 
 
@@ -180,10 +189,10 @@ def test_the_trajectories_are_shared_equally_and_every_shard_has_all_policies(bu
     assert len(built) == 100 and len(built.meta.shards) > 3
     counts = np.bincount(built.policy)[selection.cells]
     assert counts.sum() == 100 and np.ptp(counts) <= 1
-    for first, shard in zip(built.first, built.meta.shards, strict=True):
+    for first, shard in zip(built.rows.first, built.meta.shards, strict=True):
         if shard.rows >= len(selection.cells):
             assert set(built.policy[first : first + shard.rows]) == set(selection.cells)
-        assert shard.rows <= CONFIG.shard_size
+        assert shard.rows <= SHARD_SIZE
     zone_of = dict(zip(selection.cells, selection.zone, strict=True))
     assert [zone_of[c] for c in built.policy] == built.zone.tolist()
     assert built.trajectory.tolist() == list(range(100))
@@ -192,36 +201,37 @@ def test_the_trajectories_are_shared_equally_and_every_shard_has_all_policies(bu
 def test_a_naive_dataset_has_all_policies_of_the_repertoire(tmp_path):
     naive = build(tmp_path / "dataset", dataclasses.replace(CONFIG, naive=True))
     assert set(naive.policy) == set(range(21))
-    with pytest.raises(runs.UserError, match="20 trajectories are too few for 21 policies"):
+    with pytest.raises(UserError, match="20 trajectories are too few for 21 policies"):
         build(tmp_path / "b", dataclasses.replace(CONFIG, naive=True, trajectories=20))
 
 
-def replay(task, dataset, i, disturbance=0.0) -> tuple[list, list, list, np.ndarray]:
+def replay(task, dataset, i, action_noise=0.0) -> tuple[list, list, list, np.ndarray]:
     """Feeds the stored actions to the task, from the stored key."""
     key = ds.trajectory_key(dataset.meta.seed, int(dataset.trajectory[i]))
+    start_key, noise_key = jax.random.split(key)
     reset, step = jax.jit(task.reset), jax.jit(task.step)
-    state = reset(key)
-    observations, rewards, path = [state.observation], [], []
-    for t, action in enumerate(dataset.read("actions", np.array([i]))[0]):
-        noise = disturbance * jax.random.normal(jax.random.fold_in(key, t), action.shape)
+    state = reset(start_key)
+    observations, rewards, achieved = [state.observation], [], []
+    for t, action in enumerate(dataset.rows.read("actions", np.array([i]))[0]):
+        achieved.append(state.descriptor)
+        noise = action_noise * jax.random.normal(jax.random.fold_in(noise_key, t), action.shape)
         state = step(state, jnp.clip(action + noise, -1, 1))
         observations.append(state.observation)
         rewards.append(state.reward)
-        path.append(state.descriptor)
-    return observations, rewards, path, np.asarray(state.descriptor)
+    return observations, rewards, achieved, np.asarray(state.descriptor)
 
 
-@pytest.mark.parametrize("disturbance", [0.0, 0.3])
-def test_a_stored_trajectory_replays_from_its_key(tmp_path, disturbance):
-    config = dataclasses.replace(CONFIG, disturbance=disturbance, paths=True)
+@pytest.mark.parametrize("action_noise", [0.0, 0.3])
+def test_a_stored_trajectory_replays_from_its_key(tmp_path, action_noise):
+    config = dataclasses.replace(CONFIG, action_noise=action_noise, achieved=True)
     dataset = build(tmp_path / "dataset", config)
     for i in (0, 17, 99):
-        observations, rewards, path, descriptor = replay(TASK, dataset, i, disturbance)
+        observations, rewards, achieved, descriptor = replay(TASK, dataset, i, action_noise)
         one = np.array([i])
         close = {"rtol": 1e-5, "atol": 1e-6}
-        np.testing.assert_allclose(dataset.read("observations", one)[0], observations, **close)
-        np.testing.assert_allclose(dataset.read("rewards", one)[0], rewards, **close)
-        np.testing.assert_allclose(dataset.read("paths", one)[0], path, **close)
+        np.testing.assert_allclose(dataset.rows.read("observations", one)[0], observations, **close)
+        np.testing.assert_allclose(dataset.rows.read("rewards", one)[0], rewards, **close)
+        np.testing.assert_allclose(dataset.rows.read("achieved", one)[0], achieved, **close)
         np.testing.assert_allclose(dataset.descriptor[i], descriptor, **close)
         np.testing.assert_allclose(dataset.fitness[i], np.sum(rewards), rtol=1e-5)
 
@@ -235,7 +245,7 @@ def test_a_stored_ant_trajectory_replays_from_its_key(tmp_path):
     observations, _, _, descriptor = replay(ant, dataset, 5)
     close = {"rtol": 1e-3, "atol": 1e-3}
     np.testing.assert_allclose(
-        dataset.read("observations", np.array([5]))[0], observations, **close
+        dataset.rows.read("observations", np.array([5]))[0], observations, **close
     )
     np.testing.assert_allclose(dataset.descriptor[5], descriptor, **close)
 
@@ -253,9 +263,9 @@ def test_diverged_episodes_are_left_out_and_others_played_instead(tmp_path, monk
 
     monkeypatch.setattr(ds, "play_shard", with_accidents)
     dataset = build(tmp_path / "dataset")
-    assert len(dataset) == 100 and dataset.diverged == 3
+    assert len(dataset) == 100 and dataset.left_out == {"diverged": 3, "untypical": 0}
     assert dataset.trajectory.tolist() == [i for i in range(103) if i not in (3, 40, 50)]
-    assert np.isfinite(dataset.read("rewards", dataset.everything)).all()
+    assert np.isfinite(dataset.rows.read("rewards", dataset.everything)).all()
 
 
 def test_typical_trajectories_end_nearest_to_their_own_policy(tmp_path, built):
@@ -266,8 +276,7 @@ def test_typical_trajectories_end_nearest_to_their_own_policy(tmp_path, built):
     for end, policy in zip(dataset.descriptor, dataset.policy, strict=True):
         distance = ((selection.descriptor - end) ** 2).sum(axis=1)
         assert selection.cells[distance.argmin()] == policy
-    left_out = sum(shard.untypical for shard in dataset.meta.shards)
-    assert left_out > 0 and dataset.diverged == 0
+    assert dataset.left_out["untypical"] > 0 and dataset.left_out["diverged"] == 0
     assert len(set(built.trajectory) - set(dataset.trajectory)) == sum(
         selection.cells[((selection.descriptor - end) ** 2).sum(axis=1).argmin()] != policy
         for end, policy in zip(built.descriptor, built.policy, strict=True)
@@ -283,7 +292,7 @@ def test_float16_halves_the_disk_and_reports_what_it_costs(tmp_path, built):
     assert 0 < error == pytest.approx(half.rounding["actions"]) and error < 1e-3
     np.testing.assert_array_equal(half.descriptor, built.descriptor)
     assert built.rounding == {}
-    stored = {n: ds._file(half.directory, 0, n).stat().st_size for n in ("actions", "descriptor")}
+    stored = {n: array_file(half.directory, 0, n).stat().st_size for n in ("actions", "descriptor")}
     rows = half.meta.shards[0].rows
     assert stored["actions"] == 128 + rows * 10 * 2 * 2
 
@@ -299,7 +308,7 @@ def test_numbers_too_large_for_float16_are_not_stored(tmp_path, monkeypatch):
 
     monkeypatch.setattr(ds, "play_shard", with_a_giant)
     half = build(tmp_path / "dataset", dataclasses.replace(CONFIG, dtype="float16"))
-    assert 7 not in half.trajectory and half.diverged == 1
+    assert 7 not in half.trajectory and half.left_out["diverged"] == 1
 
 
 def test_the_size_on_disk_is_the_one_computed(built):
@@ -315,12 +324,12 @@ def test_a_stopped_build_goes_on_to_the_same_bytes(tmp_path, built, monkeypatch)
     """A signal while a shard is played: each call adds one."""
     played, play = [], ds.play_shard
     monkeypatch.setattr(ds, "play_shard", lambda *a: (played.append(1), play(*a))[1])
-    monkeypatch.setattr(runs, "stop_requested", lambda: bool(played))
+    monkeypatch.setattr(ds, "stop_requested", lambda: bool(played))
     directory = tmp_path / "dataset"
     for _ in built.meta.shards:  # also while the last one is played: the next stage must not begin
-        with pytest.raises(runs.Stopped, match="of 100 trajectories; the same command continues"):
+        with pytest.raises(Stopped, match="of 100 trajectories; the same command continues"):
             build(directory)
-        with pytest.raises(runs.UserError, match="holds no finished dataset"):
+        with pytest.raises(UserError, match="holds no finished dataset"):
             ds.open_dataset(directory)
         assert len(played) == 1
         played.clear()
@@ -328,13 +337,32 @@ def test_a_stopped_build_goes_on_to_the_same_bytes(tmp_path, built, monkeypatch)
     assert files(directory) == files(built.directory)
 
 
+def test_what_is_stored_does_not_depend_on_how_much_is_played_at_a_time(
+    tmp_path, built, monkeypatch
+):
+    """Whoever begins a build decides on its shards; another machine may go on with it."""
+    at_once = build(tmp_path / "at once", shard_size=4096)
+    assert len(at_once.meta.shards) == 1 < len(built.meta.shards)
+    assert at_once.trajectory.tolist() == built.trajectory.tolist()
+    everything = built.everything
+    for name in ("observations", "actions", "rewards"):
+        there, here = (data.rows.read(name, everything) for data in (at_once, built))
+        np.testing.assert_allclose(there, here, rtol=1e-5, atol=1e-6)
+    with monkeypatch.context() as patch:
+        patch.setattr(ds, "stop_requested", lambda: True)
+        with pytest.raises(Stopped):
+            build(tmp_path / "dataset")
+    build(tmp_path / "dataset", shard_size=4096)
+    assert files(tmp_path / "dataset") == files(built.directory)
+
+
 KILLED = """
 import os, sys, threading, time
 from pathlib import Path
 sys.path[:0] = [sys.argv[2], sys.argv[2] + "/tests"]
-import envs
-envs.prepare_jax()
-import test_dataset as test, runs
+from machinery import machine
+machine.prepare_jax()
+import test_dataset as test
 count = [0]
 real = os.replace
 def replace(a, b):
@@ -363,14 +391,14 @@ def test_a_killed_build_goes_on_to_the_same_bytes(tmp_path, built, run_python, m
 
 def test_another_repertoire_or_config_is_refused(copied):
     other = eqx.tree_at(lambda r: r.spread, REPERTOIRE, REPERTOIRE.spread + 1)
-    with pytest.raises(runs.UserError, match="begun with another repertoire"):
+    with pytest.raises(UserError, match="begun with another repertoire"):
         build(copied.directory, repertoire=other)
-    with pytest.raises(runs.UserError, match=r"zones is 6 there and 7 here"):
+    with pytest.raises(UserError, match=r"zones is 6 there and 7 here"):
         build(copied.directory, dataclasses.replace(CONFIG, zones=7))
 
 
 def test_a_second_process_is_told(copied, run_python):
-    with runs.lock(copied.directory), pytest.raises(runs.UserError, match="in use by another"):
+    with lock(copied.directory), pytest.raises(UserError, match="in use by another"):
         build(copied.directory)
 
 
@@ -399,11 +427,11 @@ def remove(path):
 def test_damage_is_one_sentence_and_repaired_by_building_again(
     copied, built, capsys, array, damage, sentence
 ):
-    path = ds._file(copied.directory, 1, array)
+    path = array_file(copied.directory, 1, array)
     damage(path)
-    with pytest.raises(runs.UserError, match=f"{path.name}.*{sentence}.*replays what is damaged"):
+    with pytest.raises(UserError, match=f"{path.name}.*{sentence}.*replays what is damaged"):
         ds.open_dataset(copied.directory)
-    intact = ds._file(copied.directory, 2, array)
+    intact = array_file(copied.directory, 2, array)
     before = intact.stat().st_mtime_ns
     build(copied.directory)
     assert "Replaying it." in capsys.readouterr().err
@@ -415,7 +443,7 @@ def test_a_header_that_contradicts_meta_json_is_refused(copied):
     """Somebody else's dataset: sizes and checksums fit, the shape does not; or it wants a pickle."""
     path = copied.directory / "meta.json"
     for array in (np.zeros((3, 3)), np.array([{}, {}], dtype=object)):
-        forged = ds._file(copied.directory, 0, "fitness")
+        forged = array_file(copied.directory, 0, "fitness")
         np.save(forged, array, allow_pickle=True)
         content = json.loads(path.read_text())
         content["shards"][0]["files"]["fitness"] = [
@@ -423,7 +451,7 @@ def test_a_header_that_contradicts_meta_json_is_refused(copied):
             zlib.crc32(forged.read_bytes()),
         ]
         path.write_text(json.dumps(content))
-        with pytest.raises(runs.UserError, match="does not hold <f4"):
+        with pytest.raises(UserError, match="does not hold <f4"):
             ds.open_dataset(copied.directory)
 
 
@@ -458,25 +486,25 @@ def test_a_damaged_meta_json_gives_one_sentence(built, fuzzed, data):
     (fuzzed / "meta.json").write_text(json.dumps(content))
     try:
         opened = ds.open_dataset(fuzzed)
-        next(ds.batches(opened, 8, seed=0))
-        assert isinstance(opened.diverged, int)
-    except runs.UserError as error:
+        ds.BatchReader(opened, 8, seed=0)(0)
+        assert all(isinstance(count, int) for count in opened.left_out.values())
+    except UserError as error:
         assert str(error)
 
 
 def test_text_that_is_no_meta_json_gives_one_sentence(copied):
     for text in ("", "[", "[]", "null", "{}", "7", '"x"', '{"format": "other"}', "[" * 100_000):
         (copied.directory / "meta.json").write_text(text)
-        with pytest.raises(runs.UserError):
+        with pytest.raises(UserError):
             ds.open_dataset(copied.directory)
     (copied.directory / "meta.json").unlink()
-    with pytest.raises(runs.UserError, match="holds no finished dataset"):
+    with pytest.raises(UserError, match="holds no finished dataset"):
         ds.open_dataset(copied.directory)
 
 
 def test_a_full_disk_is_one_sentence_and_the_build_goes_on_afterwards(small_disk, built):
     disk = small_disk("64k")
-    with pytest.raises(runs.UserError, match=r"cannot write .*No space left on device"):
+    with pytest.raises(UserError, match=r"cannot write .*No space left on device"):
         build(disk / "dataset")
     assert not list((disk / "dataset").glob(".*.partial"))
     small_disk("8m")
@@ -490,23 +518,19 @@ def test_a_full_disk_is_one_sentence_and_the_build_goes_on_afterwards(small_disk
 def test_a_row_is_read_from_its_shard(built):
     view = np.array([99, 0, 57, 57, 23, 24, 25])
     whole = np.concatenate(
-        [np.load(ds._file(built.directory, i, "actions")) for i in range(len(built.meta.shards))]
+        [np.load(array_file(built.directory, i, "actions")) for i in range(len(built.meta.shards))]
     )
-    np.testing.assert_array_equal(built.read("actions", view), whole[view])
+    np.testing.assert_array_equal(built.rows.read("actions", view), whole[view])
     batch = built.batch(view)
-    assert batch.observations.shape == (7, 10, TASK.observation_size) and batch.path is None
+    assert batch.observations.shape == (7, 10, TASK.observation_size) and batch.achieved is None
     np.testing.assert_array_equal(batch.descriptor, built.descriptor[view])
 
 
-def take(iterator, count):
-    taken = [next(iterator) for _ in range(count)]
-    iterator.close()
-    return taken
-
-
 def test_an_epoch_visits_every_trajectory_once_in_an_order_of_its_own(built):
-    epochs = take(ds.batches(built, 25, seed=5), 8)
-    seen = [np.concatenate([b.descriptor for b in part]) for part in (epochs[:4], epochs[4:])]
+    batches = ds.BatchReader(built, 25, seed=5)
+    assert batches.per_epoch == 4
+    epochs = [batches(step).descriptor for step in range(8)]
+    seen = [np.concatenate(part) for part in (epochs[:4], epochs[4:])]
     for descriptors in seen:
         np.testing.assert_array_equal(
             np.sort(descriptors, axis=0), np.sort(built.descriptor, axis=0)
@@ -514,31 +538,47 @@ def test_an_epoch_visits_every_trajectory_once_in_an_order_of_its_own(built):
     assert not np.array_equal(*seen)
 
 
-def test_batches_are_those_of_the_step_wherever_one_starts(built):
-    from_the_start = take(ds.batches(built, 30, seed=5), 9)
+def test_a_batch_depends_on_its_number_alone(built):
+    """Wherever one starts, and in whatever order one asks."""
+    batches = ds.BatchReader(built, 30, seed=5)
+    in_order = [batches(step) for step in range(9)]
     for step in (1, 4, 8):
-        (resumed,) = take(ds.batches(built, 30, seed=5, step=step), 1)
-        jax.tree.map(np.testing.assert_array_equal, resumed, from_the_start[step])
-    (other,) = take(ds.batches(built, 30, seed=6), 1)
-    assert not np.array_equal(other.descriptor, from_the_start[0].descriptor)
+        resumed = ds.BatchReader(built, 30, seed=5)(step)
+        jax.tree.map(np.testing.assert_array_equal, resumed, in_order[step])
+    for step in (8, 0, 3, 3):
+        jax.tree.map(np.testing.assert_array_equal, batches(step), in_order[step])
+    other = ds.BatchReader(built, 30, seed=6)(0)
+    assert not np.array_equal(other.descriptor, in_order[0].descriptor)
 
 
 def test_the_next_batch_is_prepared_while_the_current_one_is_used(built, monkeypatch):
     prepared = []
     batch = ds.Dataset.batch
     monkeypatch.setattr(ds.Dataset, "batch", lambda *a: (prepared.append(1), batch(*a))[1])
-    iterator = ds.batches(built, 10, seed=0)
-    next(iterator)
+    batches = ds.BatchReader(built, 10, seed=0)
+    batches(0)
     deadline = time.monotonic() + 5
     while len(prepared) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(prepared) == 2
-    iterator.close()
+    batches(1)
+    assert not batches.ahead[2].cancelled() and len(prepared) <= 3  # the second was not made again
 
 
 def test_a_batch_larger_than_the_view_is_refused(built):
-    with pytest.raises(runs.UserError, match="a batch of 101 is more than the 100 trajectories"):
-        ds.batches(built, 101, seed=0)
+    with pytest.raises(UserError, match="a batch of 101 is more than the 100 trajectories"):
+        ds.BatchReader(built, 101, seed=0)
+
+
+def test_what_was_achieved_goes_with_the_batch_if_it_was_stored(tmp_path):
+    """Before the first step nothing but the start, and in the end the descriptor itself is not told."""
+    dataset = build(tmp_path / "dataset", dataclasses.replace(CONFIG, achieved=True))
+    batch = dataset.batch(np.array([4, 8]))
+    assert batch.achieved.shape == (2, 10, 2)
+    for row, i in enumerate((4, 8)):
+        _, _, achieved, descriptor = replay(TASK, dataset, i)
+        np.testing.assert_allclose(batch.achieved[row], achieved, rtol=1e-5, atol=1e-6)
+        assert not np.array_equal(batch.achieved[row, -1], descriptor)
 
 
 def test_a_split_holds_out_a_share_and_respects_a_view(built):
@@ -549,7 +589,7 @@ def test_a_split_holds_out_a_share_and_respects_a_view(built):
     view = ds.prune(built, "density-30", seed=0)
     training, held_out = built.split(0.5, seed=1, view=view)
     assert sorted([*training, *held_out]) == view.tolist()
-    with pytest.raises(runs.UserError, match="held out"):
+    with pytest.raises(UserError, match="held out"):
         built.split(1.0, seed=0)
 
 
@@ -595,14 +635,14 @@ def test_upper_empties_the_half_with_the_larger_last_coordinate(built):
 
 
 def test_an_unknown_pruning_is_refused(built):
-    with pytest.raises(runs.UserError, match="unknown pruning 'density-20'; there are density-50"):
+    with pytest.raises(UserError, match="unknown pruning 'density-20'; there are density-50"):
         ds.prune(built, "density-20", seed=0)
 
 
 # --- Minari ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [{}, {"dtype": "float16", "paths": True}])
+@pytest.mark.parametrize("changes", [{}, {"dtype": "float16", "achieved": True}])
 def test_a_dataset_goes_to_minari_and_comes_back(tmp_path, monkeypatch, changes):
     minari = pytest.importorskip("minari", reason="Minari is an optional extra: not installed")
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
@@ -614,18 +654,18 @@ def test_a_dataset_goes_to_minari_and_comes_back(tmp_path, monkeypatch, changes)
         TASK.observation_size,
     ) and episode.truncations.tolist() == [False] * 9 + [True]
     np.testing.assert_allclose(episode.rewards.sum(), dataset.fitness[57], rtol=1e-2)
-    with pytest.raises(runs.UserError, match="cannot create"):
+    with pytest.raises(UserError, match="cannot create"):
         ds.export_minari(dataset, "qdt/point-omni-v0")
     back = ds.import_minari("qdt/point-omni-v0", tmp_path / "back")
     stored = {n: c for n, c in files(dataset.directory).items() if n != "config.json"}
     assert files(back.directory) == stored
-    with pytest.raises(runs.UserError, match="already"):
+    with pytest.raises(UserError, match="already"):
         ds.import_minari("qdt/point-omni-v0", tmp_path / "back")
-    with pytest.raises(runs.UserError, match="is not a dataset of"):
+    with pytest.raises(UserError, match="is not a dataset of"):
         ds.import_minari("qdt/nothing-v0", tmp_path / "nothing")
 
 
 def test_without_minari_there_is_a_clear_word(built, monkeypatch):
     monkeypatch.setitem(sys.modules, "minari", None)
-    with pytest.raises(runs.UserError, match="Minari is not installed"):
+    with pytest.raises(UserError, match="Minari is not installed"):
         ds.export_minari(built, "qdt/point-omni-v0")

@@ -1,4 +1,4 @@
-"""The searches against a plain transcription of the paper's algorithms, and their runs on disk.
+"""The searches against a plain transcription of the paper's algorithms, as values and on disk.
 
 `Plain` is algorithms 1 and 2 of the paper in loops and lists, without JAX. The numbers that are drawn
 are small multiples of powers of two, so that both sides compute exactly and ties are real ties.
@@ -10,6 +10,8 @@ import json
 import math
 import os
 import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,18 +29,25 @@ from hypothesis.extra import numpy as hnp
 
 import me_ls
 from envs import Episodes, Task, TaskConfig, make_task
+from machinery import machine
+from machinery.driver import Stopped, drive
+from machinery.files import UserError
+from machinery.runs import Stage, read_metrics
+from machinery.streams import stream
 from me_ls import (
     RULES,
     Character,
+    MapElites,
     Offspring,
     Repertoire,
+    Rule,
     SearchConfig,
+    SearchState,
     characterise,
     cvt,
     insert,
-    search,
+    make_search,
 )
-from runs import Stage, Stopped, UserError, read_metrics
 
 ALGOS = ("me", "me-sampling", "me-ls")
 
@@ -209,10 +218,9 @@ def offer(drawn: Drawn, order: Any) -> Offspring:
 def insert_in_order(algo: str, drawn: Drawn, order: Any) -> tuple[list[Repertoire], int]:
     """The repertoires after each of two batches, and the number of insertions."""
     replaces = RULES[algo].replaces
-    first, n = insert(offer(drawn, order[:BATCH]), empty(), replaces)
-    kept = jax.tree.map(np.array, first)  # `insert` changes its repertoire in place
-    second, m = insert(offer(drawn, order[BATCH:]), first, replaces)
-    return [kept, second], int(n + m)
+    first, n = insert(empty(), offer(drawn, order[:BATCH]), replaces)
+    second, m = insert(first, offer(drawn, order[BATCH:]), replaces)
+    return [first, second], int(n + m)
 
 
 # --- insertion ------------------------------------------------------------------------------------
@@ -282,7 +290,7 @@ def left_in_cell(algo: str, *offered: tuple[float, float]) -> int:
     fitness, spread = np.array(offered, float).T
     character = Character(jnp.float32(fitness), jnp.zeros((len(offered), 2)), jnp.float32(spread))
     batch = Offspring(named_policies(range(len(offered))), character, jnp.ones(len(offered), bool))
-    repertoire, _ = insert(batch, empty(), RULES[algo].replaces)
+    repertoire, _ = insert(empty(), batch, RULES[algo].replaces)
     return names_of(repertoire.policies)[2]
 
 
@@ -343,8 +351,9 @@ def test_episodes_become_a_repertoire_as_in_the_pseudocode(
             descriptors,
             diverged[batch.start : batch.stop],
         )
-        offspring = characterise(RULES[algo], named_policies(batch), outcome, repertoire.centroids)
-        repertoire, _ = insert(offspring, repertoire, RULES[algo].replaces)
+        character, valid = characterise(RULES[algo], outcome, repertoire.centroids)
+        offspring = Offspring(named_policies(batch), character, valid)
+        repertoire, _ = insert(repertoire, offspring, RULES[algo].replaces)
         for i in batch:
             plain.evaluate(
                 i, [(fitness[i, e], (x[i, e], y[i, e]), diverged[i, e]) for e in range(episodes)]
@@ -361,8 +370,9 @@ def test_me_sampling_becomes_a_repertoire_as_in_the_pseudocode(seed: int) -> Non
     diverged = random.random((count, 8)) < 0.02
     rule, plain = RULES["me-sampling"], Plain("me-sampling", CENTROIDS)
     outcome = played(fitness, descriptors, diverged)
-    offspring = characterise(rule, named_policies(range(count)), outcome, jnp.array(CENTROIDS))
-    repertoire, _ = insert(offspring, empty(), rule.replaces)
+    character, valid = characterise(rule, outcome, jnp.array(CENTROIDS))
+    offspring = Offspring(named_policies(range(count)), character, valid)
+    repertoire, _ = insert(empty(), offspring, rule.replaces)
     for i in range(count):
         episodes = zip(fitness[i], descriptors[i].tolist(), diverged[i], strict=True)
         plain.evaluate(i, [(f, tuple(d), bad) for f, d, bad in episodes])
@@ -430,10 +440,10 @@ def test_the_descriptor_of_me_ls_lies_in_its_most_frequent_cell() -> None:
     centroids = cvt((-1.0, -1.0), (1.0, 1.0), 32, key=jax.random.key(0))
     descriptors = jnp.float32(random.normal(0, 0.3, (200, 10, 2)))
     outcome = played(np.zeros((200, 10)), descriptors, np.zeros((200, 10), bool))
-    offspring = characterise(RULES["me-ls"], named_policies(range(200)), outcome, centroids)
+    character, _ = characterise(RULES["me-ls"], outcome, centroids)
     cells = np.asarray(me_ls.nearest(centroids, descriptors))
     wanted = [collections.Counter(row).most_common(1)[0][0] for row in cells.tolist()]
-    assert me_ls.nearest(centroids, offspring.character.descriptor).tolist() == wanted
+    assert me_ls.nearest(centroids, character.descriptor).tolist() == wanted
 
 
 # --- the tessellation -----------------------------------------------------------------------------
@@ -480,7 +490,7 @@ def filled(occupied: list[int], cells: int = 32) -> Repertoire:
 
 def test_parents_come_uniformly_from_the_occupied_cells_alone() -> None:
     occupied = [0, 3, 17, 30, 31]
-    parents = names_of(me_ls.select(filled(occupied), 10_000, key=jax.random.key(0)))
+    parents = names_of(me_ls.select_uniformly(filled(occupied), 10_000, key=jax.random.key(0)))
     count = np.bincount(parents, minlength=32)
     assert set(parents) == set(occupied)
     assert scipy.stats.chisquare(count[occupied]).pvalue > 0.001
@@ -535,7 +545,183 @@ def test_metrics_are_those_of_the_paper(point: Task) -> None:
     assert found["mean_spread"] == 1
 
 
+# --- a search is a value --------------------------------------------------------------------------
+
+
+def test_ten_lines_without_a_directory_are_a_search() -> None:
+    task = make_task(TaskConfig("point-omni", length=20, reach=0.5))
+    config = SearchConfig("me-ls", iterations=5, cells=32, batch=16, episodes=4, hidden=(8,))
+    search = make_search(task, config)
+    state = search.init(jax.random.key(0))
+    coverage = []
+    for key in jax.random.split(jax.random.key(1), search.iterations):
+        state, metrics = search.step(state, key)
+        coverage.append(float(metrics["coverage"]))
+    assert 0 < coverage[0] < coverage[-1] == np.mean(state.repertoire.occupied)
+
+
+def unharmed(tree: Any) -> Any:
+    """A copy in NumPy of what can still be read."""
+    return jax.tree.map(np.array, tree)
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+def test_a_step_leaves_everything_that_the_caller_holds(
+    algo: str, point: Task, tiny: SearchConfig
+) -> None:
+    search = make_search(point, replace(tiny, algo=algo))
+    states = [search.init(jax.random.key(0))]
+    before = [unharmed(states[0])]
+    centroids = states[0].repertoire.centroids
+    for i in range(4):
+        state, _ = search.step(states[-1], jax.random.key(i))
+        states.append(state)
+        before.append(unharmed(state))
+    for state, copy in zip(states, before, strict=True):
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+        assert same_bits(state, copy)
+        assert same_bits(state.repertoire.centroids, centroids)
+    again, _ = search.step(states[1], jax.random.key(1))  # an old state goes on as it did
+    assert same_bits(again, states[2])
+
+
+def test_an_insertion_leaves_everything_that_the_caller_holds() -> None:
+    drawn = ALL_THE_SAME._replace(fitness=np.arange(2 * BATCH))
+    repertoire, offspring = empty(), offer(drawn, np.arange(BATCH))
+    before = unharmed((repertoire, offspring))
+    results = [insert(repertoire, offspring, RULES["me"].replaces) for _ in range(3)]
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((repertoire, offspring)))
+    assert same_bits((repertoire, offspring), before)
+    assert same_bits(results[0], results[1]) and same_bits(results[1], results[2])
+    assert results[0][1] == BATCH
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+def test_searches_of_several_seeds_at_once_are_those_of_each_seed(
+    algo: str, point: Task, tiny: SearchConfig
+) -> None:
+    """`vmap` over seeds: the same policies in the same cells, up to the last digits."""
+    search = make_search(point, replace(tiny, algo=algo))
+    seeds = jnp.arange(3)
+    init_keys, first, second = (
+        jax.vmap(lambda s, n=name: jax.random.fold_in(jax.random.key(s), n))(seeds)
+        for name in range(3)
+    )
+    together = jax.vmap(search.init)(init_keys)
+    alone = [search.init(key) for key in init_keys]
+    for keys in (first, second):
+        together, metrics = jax.vmap(search.step)(together, keys)
+        pairs = [search.step(state, key) for state, key in zip(alone, keys, strict=True)]
+        alone = [state for state, _ in pairs]
+        for i, (state, own) in enumerate(pairs):
+            found = jax.tree.map(lambda x: x[i], (together, metrics))  # noqa: B023 - used at once
+            assert (found[0].repertoire.occupied == state.repertoire.occupied).all()
+            assert found[1]["insertions"] == own["insertions"] > 0
+            for a, b in zip(jax.tree.leaves(found), jax.tree.leaves((state, own)), strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    assert len({float(x) for x in metrics["max_fitness"]}) == 3
+
+
+def test_an_empty_repertoire_proposes_random_policies(point: Task, tiny: SearchConfig) -> None:
+    search, key = make_search(point, tiny), jax.random.key(3)
+    repertoire = search.init(jax.random.key(0)).repertoire
+    proposed = search.propose(repertoire, 7, key=key)
+    random = me_ls.random_policies(point, tiny.hidden, jax.random.split(key, 7))
+    assert same_bits(proposed, random)
+    assert len(np.unique(weights_of(proposed), axis=0)) == 7
+
+
+def test_a_repertoire_with_a_single_policy_proposes_its_variations(
+    point: Task, tiny: SearchConfig
+) -> None:
+    search, key = make_search(point, tiny), jax.random.key(3)
+    repertoire = search.init(jax.random.key(0)).repertoire
+    repertoire = eqx.tree_at(lambda r: r.fitness, repertoire, repertoire.fitness.at[5].set(-1.0))
+    parent = me_ls.random_policies(point, tiny.hidden, jax.random.split(key, 32))
+    repertoire = eqx.tree_at(lambda r: r.policies, repertoire, parent)
+    proposed = weights_of(search.propose(repertoire, 7, key=key))
+    assert (np.abs(proposed - weights_of(parent)[5]) < 6 * tiny.iso_sigma).all()
+
+
+def test_a_rule_of_ones_own_is_one_line(
+    point: Task, tiny: SearchConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here: nobody is ever replaced, and all parents are that of the first occupied cell."""
+
+    def select_first(repertoire: Repertoire, count: int, *, key: jax.Array) -> me_ls.MLP:
+        first = jnp.argmax(repertoire.occupied)
+        return jax.tree.map(lambda x: jnp.repeat(x[first][None], count, 0), repertoire.policies)
+
+    def never(new: Character, old: Character) -> jax.Array:
+        return jnp.array(False)
+
+    rule = Rule("Mine", "", "#000000", me_ls.characterise_once, never, select=select_first)
+    monkeypatch.setitem(RULES, "mine", rule)
+    search = make_search(point, replace(tiny, algo="mine"))
+    before, _ = search.step(search.init(jax.random.key(0)), jax.random.key(1))
+    after, _ = search.step(before, jax.random.key(2))
+    kept = np.asarray(before.repertoire.occupied)
+    assert after.repertoire.occupied.sum() >= kept.sum() > 0
+    was, now = (weights_of(state.repertoire.policies) for state in (before, after))
+    np.testing.assert_array_equal(now[kept], was[kept])
+    proposed = search.propose(before.repertoire, 9, key=jax.random.key(3))
+    first = was[int(np.argmax(kept))]
+    assert (np.abs(weights_of(proposed) - first) < 6 * tiny.iso_sigma).all()
+
+
 # --- runs: stopped, killed, damaged ---------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", autouse=True)
+def checkpoint_after_every_iteration() -> Iterator[None]:
+    before = machine.settings().checkpoint_seconds
+    machine.configure({"checkpoint_seconds": 0.0})
+    yield
+    machine.configure({"checkpoint_seconds": before})
+
+
+@dataclass(frozen=True)
+class Eventful:
+    """A search in which something happens during the iteration that draws from a certain key."""
+
+    search: MapElites
+    when: jax.Array
+    happens: Callable[[], None]
+
+    def init(self, key: jax.Array) -> SearchState:
+        return self.search.init(key)
+
+    def step(self, state: SearchState, key: jax.Array) -> tuple[SearchState, dict[str, Any]]:
+        if bool(key == self.when):
+            self.happens()
+        return self.search.step(state, key)
+
+
+def run_search(
+    search: MapElites,
+    seed: int,
+    directory: Path,
+    at: int = 0,
+    happens: Callable[[], None] = lambda: None,
+) -> Repertoire:
+    """As `qdt search` does; during iteration `at`, something happens."""
+    steps = stream(seed, "search")
+    state = drive(
+        Eventful(search, jax.random.fold_in(steps, at), happens),
+        Stage(directory, {}),
+        init=stream(seed, "search-init"),
+        steps=steps,
+        total=search.iterations,
+        title=search.config.algo,
+        work=("steps", search.steps_per_iteration),
+        show=me_ls.SHOWN,
+        check=me_ls.refuse_empty,
+    )
+    return state.repertoire
+
+
+def press_ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def comparable(directory: Path) -> list[dict[str, Any]]:
@@ -547,7 +733,7 @@ def comparable(directory: Path) -> list[dict[str, Any]]:
 
 
 class Undisturbed(NamedTuple):
-    config: SearchConfig
+    search: MapElites
     directory: Path
     repertoire: Repertoire
 
@@ -560,9 +746,9 @@ def undisturbed(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Undisturbed:
     """A search that ran through, with a checkpoint after every iteration."""
-    config = SearchConfig(**(vars(tiny) | {"algo": request.param, "checkpoint_seconds": 0.0}))
+    search = make_search(point, replace(tiny, algo=request.param))
     directory = tmp_path_factory.mktemp("undisturbed")
-    return Undisturbed(config, directory, search(point, config, 7, Stage(directory, {})))
+    return Undisturbed(search, directory, run_search(search, 7, directory))
 
 
 def assert_as_undisturbed(directory: Path, repertoire: Repertoire, wanted: Undisturbed) -> None:
@@ -570,107 +756,121 @@ def assert_as_undisturbed(directory: Path, repertoire: Repertoire, wanted: Undis
     assert comparable(directory) == comparable(wanted.directory)
 
 
-def stop_at(iteration: int) -> Any:
-    """An iteration during which somebody presses Ctrl-C."""
-
-    def iterate(task: Task, config: Any, state: Any, i: int, *, key: Any) -> Any:
-        if i == iteration:
-            os.kill(os.getpid(), signal.SIGINT)
-        return me_ls.iterate(task, config, state, i, key=key)
-
-    return iterate
-
-
 def test_a_search_fills_cells_and_gets_better(undisturbed: Undisturbed) -> None:
-    rows = comparable(undisturbed.directory)
-    assert [row["iteration"] for row in rows] == list(range(len(rows)))
+    rows, config = comparable(undisturbed.directory), undisturbed.search.config
+    assert [row["iteration"] for row in rows] == list(range(undisturbed.search.iterations))
     assert rows[-1]["coverage"] > rows[0]["coverage"] > 0
     assert rows[-1]["max_fitness"] >= rows[0]["max_fitness"]
-    assert rows[-1]["steps"] >= undisturbed.config.steps
-    assert (rows[-1]["mean_spread"] is None) == (undisturbed.config.algo == "me")
+    assert rows[-1]["steps"] >= config.steps > rows[-2]["steps"]
+    assert (rows[-1]["mean_spread"] is None) == (config.algo == "me")
+
+
+def test_a_run_on_disk_is_the_loop_in_ten_lines(undisturbed: Undisturbed) -> None:
+    """The driver adds nothing to a search: iteration i draws from `fold_in(key, i)` alone."""
+    search = undisturbed.search
+    state = machine.replicate(search.init(stream(7, "search-init")))
+    for i in range(search.iterations):
+        state, _ = search.step(state, jax.random.fold_in(stream(7, "search"), i))
+    assert same_bits(state.repertoire, undisturbed.repertoire)
+
+
+def test_all_algorithms_of_a_seed_have_the_same_cells(
+    undisturbed: Undisturbed, point: Task, tiny: SearchConfig
+) -> None:
+    me = make_search(point, replace(tiny, algo="me")).init(stream(7, "search-init"))
+    assert same_bits(me.repertoire.centroids, undisturbed.repertoire.centroids)
 
 
 @pytest.mark.parametrize("undisturbed", ["me-ls"], indirect=True)
 def test_the_same_seed_gives_the_same_search_and_another_one_does_not(
-    undisturbed: Undisturbed, point: Task, tmp_path: Path
+    undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    again = search(point, undisturbed.config, 7, Stage(tmp_path / "again", {}))
+    again = run_search(undisturbed.search, 7, tmp_path / "again")
     assert_as_undisturbed(tmp_path / "again", again, undisturbed)
-    other = search(point, undisturbed.config, 8, Stage(tmp_path / "other", {}))
+    other = run_search(undisturbed.search, 8, tmp_path / "other")
     assert not same_bits(other, again)
 
 
 def test_a_search_that_is_stopped_goes_on_as_if_it_had_not_been(
-    undisturbed: Undisturbed, point: Task, tmp_path: Path
+    undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    last = undisturbed.config.budget(point) - 1  # even then: whatever comes next does not begin
+    search = undisturbed.search
+    last = search.iterations - 1  # even then: whatever comes next does not begin
     for i in (0, 3, last):
-        with pytest.raises(Stopped, match=f"stopped after iteration {i + 1} of"):
-            search(point, undisturbed.config, 7, Stage(tmp_path, {}), iterate=stop_at(i))
-    resumed = search(point, undisturbed.config, 7, Stage(tmp_path, {}))
+        with pytest.raises(Stopped, match=f"stopped after step {i + 1} of {last + 1}; the same"):
+            run_search(search, 7, tmp_path, at=i, happens=press_ctrl_c)
+    resumed = run_search(search, 7, tmp_path)
     assert_as_undisturbed(tmp_path, resumed, undisturbed)
-    finished = search(point, undisturbed.config, 7, Stage(tmp_path, {}))
+    finished = run_search(search, 7, tmp_path)
     assert_as_undisturbed(tmp_path, finished, undisturbed)
 
 
 KILLED = """
 import json, os, pathlib, signal, sys
-import envs, me_ls, runs
-envs.prepare_jax()
+import jax
+import envs, me_ls
+from machinery import driver, machine, runs, streams
+machine.prepare_jax()
+machine.configure({"checkpoint_seconds": 0.0})
 directory, config, moment, iteration = sys.argv[1:]
 config = me_ls.SearchConfig(**(json.loads(config) | {"hidden": tuple(json.loads(config)["hidden"])}))
+init, steps = streams.stream(7, "search-init"), streams.stream(7, "search")
+fatal = jax.random.fold_in(steps, int(iteration))
 die = lambda: os.kill(os.getpid(), signal.SIGKILL)
-replace, iterate = os.replace, me_ls.iterate
 
-def replace_or_die(source, target):
+def replace_or_die(source, target, replace=os.replace):
     if moment == "checkpoint" and f"checkpoint-{int(iteration):09d}" in str(target):
         die()
     replace(source, target)
-
-def iterate_or_die(task, config, state, i, *, key):
-    result = iterate(task, config, state, i, key=key)
-    if moment == "iteration" and i == int(iteration):
-        die()
-    return result
 
 def log_and_die(stage, row, log=runs.Stage.log):
     log(stage, row)
     if moment == "log" and row["iteration"] == int(iteration):
         die()
 
+class Mortal(me_ls.MapElites):
+    def step(self, state, key):
+        result = super().step(state, key)
+        if moment == "iteration" and bool(key == fatal):
+            die()
+        return result
+
 os.replace, runs.Stage.log = replace_or_die, log_and_die
-task = envs.make_task(envs.TaskConfig("point-omni", length=20, reach=0.5))
-stage = runs.Stage(pathlib.Path(directory), {})
-me_ls.search(task, config, 7, stage, iterate=iterate_or_die)
+search = Mortal(envs.make_task(envs.TaskConfig("point-omni", length=20, reach=0.5)), config)
+driver.drive(
+    search, runs.Stage(pathlib.Path(directory), {}), init=init, steps=steps, total=search.iterations,
+    title="", work=("steps", search.steps_per_iteration), show=(),
+)
 """
 
 
 @pytest.mark.parametrize("undisturbed", ["me-ls"], indirect=True)
 def test_a_search_that_is_killed_goes_on_as_if_it_had_not_been(
-    undisturbed: Undisturbed, point: Task, tmp_path: Path, run_python: Any
+    undisturbed: Undisturbed, tmp_path: Path, run_python: Any
 ) -> None:
     """`kill -9` inside an iteration, between the metrics and the checkpoint, before the renaming.
 
-    The processes have as many devices as there are cores, this one has four: it makes no difference.
+    The processes have as many devices as there are cores, this one has two: it makes no difference.
     """
-    config = json.dumps(vars(undisturbed.config))
+    config = json.dumps(vars(undisturbed.search.config))
     for moment, iteration in (("iteration", 2), ("log", 4), ("checkpoint", 7)):
         ended = run_python(KILLED, tmp_path, config, moment, iteration, check=False)
         assert ended.returncode == -signal.SIGKILL, ended.stderr
-    assert not (tmp_path / "checkpoint-000000007.qdt").exists()
-    resumed = search(point, undisturbed.config, 7, Stage(tmp_path, {}))
+    assert (tmp_path / "checkpoint-000000006.safetensors").exists()
+    assert not (tmp_path / "checkpoint-000000007.safetensors").exists()
+    resumed = run_search(undisturbed.search, 7, tmp_path)
     assert_as_undisturbed(tmp_path, resumed, undisturbed)
 
 
 @pytest.mark.parametrize("undisturbed", ["me-ls"], indirect=True)
 def test_after_a_damaged_checkpoint_the_search_goes_on_from_the_one_before(
-    undisturbed: Undisturbed, point: Task, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    undisturbed: Undisturbed, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(Stopped):
-        search(point, undisturbed.config, 7, Stage(tmp_path, {}), iterate=stop_at(5))
-    newest = tmp_path / "checkpoint-000000006.qdt"
+        run_search(undisturbed.search, 7, tmp_path, at=5, happens=press_ctrl_c)
+    newest = tmp_path / "checkpoint-000000006.safetensors"
     newest.write_bytes(newest.read_bytes()[:-100])
-    resumed = search(point, undisturbed.config, 7, Stage(tmp_path, {}))
+    resumed = run_search(undisturbed.search, 7, tmp_path)
     assert newest.name in capsys.readouterr().err
     assert_as_undisturbed(tmp_path, resumed, undisturbed)
 
@@ -685,34 +885,42 @@ def test_a_run_does_not_go_on_with_another_config(tiny: SearchConfig, tmp_path: 
 # --- what cannot work -----------------------------------------------------------------------------
 
 
-def test_policies_that_diverge_stay_out_and_are_counted(
-    point: Task, tiny: SearchConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def propose(*arguments: Any, original: Any = me_ls.propose, **options: Any) -> me_ls.MLP:
-        policies = original(*arguments, **options)
+class OneSick(MapElites):
+    """One policy of every batch is no number."""
+
+    def propose(self, repertoire: Repertoire, count: int, *, key: jax.Array) -> me_ls.MLP:
+        policies = super().propose(repertoire, count, key=key)
         return jax.tree.map(lambda x: x.at[3].set(jnp.nan), policies)
 
-    monkeypatch.setattr(me_ls, "propose", propose)
-    repertoire = search(point, tiny, 0, Stage(tmp_path, {}))
+
+class AllSick(MapElites):
+    def propose(self, repertoire: Repertoire, count: int, *, key: jax.Array) -> me_ls.MLP:
+        policies = super().propose(repertoire, count, key=key)
+        return jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), policies)
+
+
+def test_policies_that_diverge_stay_out_and_are_counted(
+    point: Task, tiny: SearchConfig, tmp_path: Path
+) -> None:
+    repertoire = run_search(OneSick(point, tiny), 0, tmp_path)
     assert jnp.isfinite(weights_of(repertoire.policies)).all()
-    assert all(row["diverged"] == tiny.episodes for row in comparable(tmp_path))
+    rows = comparable(tmp_path)
+    assert len(rows) == 10
+    assert all(row["diverged"] == tiny.episodes for row in rows)
 
 
 def test_a_search_in_which_everything_diverges_ends_with_one_sentence(
-    point: Task, tiny: SearchConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    point: Task, tiny: SearchConfig, tmp_path: Path
 ) -> None:
-    def propose(*arguments: Any, original: Any = me_ls.propose, **options: Any) -> me_ls.MLP:
-        return jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), original(*arguments, **options))
-
-    monkeypatch.setattr(me_ls, "propose", propose)
     with pytest.raises(UserError, match="every episode diverged"):
-        search(point, tiny, 0, Stage(tmp_path, {}))
+        run_search(AllSick(point, tiny), 0, tmp_path)
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
         {"steps": 0},
+        {"iterations": 0},
         {"cells": -1},
         {"batch": 0},
         {"episodes": 0},
@@ -725,15 +933,19 @@ def test_a_search_in_which_everything_diverges_ends_with_one_sentence(
     ],
     ids=str,
 )
-def test_a_setting_that_makes_no_sense_is_one_sentence(wrong: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="|".join(wrong)):
-        SearchConfig(**wrong)
+def test_a_setting_that_makes_no_sense_is_one_sentence(point: Task, wrong: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="|".join(wrong)) as caught:
+        make_search(point, SearchConfig(**wrong))
+    assert "\n" not in str(caught.value)
 
 
 def test_the_budget_is_counted_in_environment_steps() -> None:
     task = make_task(TaskConfig("point-omni", length=10))
-    sampling = SearchConfig("me-ls", steps=4000, batch=20, episodes=5)
-    assert sampling.budget(task) == 4
-    assert SearchConfig("me", steps=4000, batch=20, episodes=5).budget(task) == 20
-    assert SearchConfig("me-ls", steps=4001, batch=20, episodes=5).budget(task) == 5
-    assert SearchConfig("me-ls", steps=4001, iterations=7).budget(task) == 7
+
+    def iterations(*settings: Any, **more: Any) -> int:
+        return make_search(task, SearchConfig(*settings, **more)).iterations
+
+    assert iterations("me-ls", steps=4000, batch=20, episodes=5) == 4
+    assert iterations("me", steps=4000, batch=20, episodes=5) == 20
+    assert iterations("me-ls", steps=4001, batch=20, episodes=5) == 5
+    assert iterations("me-ls", steps=4001, iterations=7) == 7

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import equinox as eqx
@@ -17,9 +18,14 @@ import pytest
 import envs
 import me_ls
 import pgame_ls
-from envs import Episodes, PointOmni, State, TaskConfig
-from pgame_ls import PGAMEConfig, Transition
-from runs import Stage, UserError
+from envs import Episodes, PointOmni, State, TaskConfig, Transitions, transitions
+from machinery import machine
+from machinery.driver import drive
+from machinery.files import UserError
+from machinery.machine import replicate
+from machinery.runs import Stage
+from machinery.streams import stream
+from pgame_ls import PGAME, PGAMEConfig, PGAMEState, Transition
 
 ROOT = Path(__file__).parents[1]
 
@@ -194,14 +200,15 @@ def test_bootstrapping_goes_through_the_time_limit():
         batch=8, hidden=(8,), critic_hidden=(16,), discount=0.8, td3_batch=32, replay=256,
         critic_steps=1000, critic_rate=0.01, soft_update=0.1,
     )  # fmt: skip
-    state = envs.replicate(pgame_ls.first_state(task, config, key=jax.random.key(0)))
+    state = PGAME(task, config).init(jax.random.key(0))
     policies = me_ls.random_policies(task, config.hidden, jax.random.split(jax.random.key(1), 8))
     keys = jax.random.split(jax.random.key(2), (8, 8))
-    episodes = envs.rollout(task, policies, keys, record="transitions")
-    replay = pgame_ls.remember(episodes, state.replay)
+    episodes = envs.rollout(task, policies, keys, record=transitions)
+    replay = pgame_ls.remember(state.replay, episodes)
     td3, _ = pgame_ls.train(config, state.td3, replay, key=jax.random.key(3))
     worth = jax.vmap(jax.vmap(pgame_ls.first_of(td3.critics)))
-    last = worth(episodes.observations[:, :, -2], episodes.actions[:, :, -1])
+    seen = episodes.recorded
+    last = worth(seen.observations[:, :, -2], seen.actions[:, :, -2])
     np.testing.assert_allclose(last, 5, atol=0.3)
 
 
@@ -212,18 +219,24 @@ SHORT = PointOmni(TaskConfig("point-omni", length=3))
 
 
 def numbered_episodes(first: int, policies: int, episodes: int) -> Episodes:
-    """Episode n (in the order of writing) has n in every reward, and n + time/100 as observation."""
+    """Episode n (in the order of writing) has n in every reward, and n + time/100 as observation.
+
+    An action is the negative of its observation. What leads to the first state and what is done in the
+    last one is no number: neither belongs to a transition.
+    """
     n = first + np.arange(episodes)[None] * policies + np.arange(policies)[:, None]
-    over_time = n[..., None] + np.arange(SHORT.length + 1) / 100
+    over_time = (n[..., None] + np.arange(SHORT.length + 1) / 100).astype(np.float32)
     seen = over_time[..., None].repeat(SHORT.observation_size, axis=-1)
-    rewards = n[..., None].repeat(SHORT.length, axis=-1)
+    actions = -over_time[..., None].repeat(SHORT.action_size, axis=-1)
+    actions[:, :, -1] = np.nan
+    rewards = n[..., None].repeat(SHORT.length + 1, axis=-1).astype(np.float32)
+    rewards[:, :, 0] = np.nan
+    path = np.zeros((*over_time.shape, 2), np.float32)
     return Episodes(
         fitness=jnp.zeros(n.shape),
         descriptor=jnp.zeros((*n.shape, 2)),
         diverged=jnp.zeros(n.shape, bool),
-        observations=jnp.array(seen, jnp.float32),
-        actions=jnp.zeros((*n.shape, SHORT.length, SHORT.action_size)),
-        rewards=jnp.array(rewards, jnp.float32),
+        recorded=Transitions(*map(jnp.asarray, (seen, actions, rewards, path))),
     )
 
 
@@ -241,62 +254,59 @@ def inside(replay: pgame_ls.Replay) -> set[float]:
 
 def test_the_newest_episodes_replace_the_oldest():
     replay = small_replay(5)
-    replay = pgame_ls.remember(numbered_episodes(1, 3, 1), replay)
+    replay = pgame_ls.remember(replay, numbered_episodes(1, 3, 1))
     assert inside(replay) == {1, 2, 3} and int(replay.size) == 3
-    replay = pgame_ls.remember(numbered_episodes(4, 2, 2), replay)
+    replay = pgame_ls.remember(replay, numbered_episodes(4, 2, 2))
     assert inside(replay) == {3, 4, 5, 6, 7} and int(replay.size) == 5
 
 
 def test_of_more_episodes_than_fit_every_policy_keeps_its_last_ones():
-    replay = pgame_ls.remember(numbered_episodes(1, 4, 6), small_replay(8))
+    replay = pgame_ls.remember(small_replay(8), numbered_episodes(1, 4, 6))
     assert inside(replay) == set(range(17, 25))  # episodes 5 and 6 of each of the 4 policies
-    replay = pgame_ls.remember(numbered_episodes(25, 1, 1), replay)
+    replay = pgame_ls.remember(replay, numbered_episodes(25, 1, 1))
     assert inside(replay) == set(range(18, 26))
 
 
 def test_a_diverged_episode_leaves_no_trace():
     episodes = numbered_episodes(1, 3, 2)
     bad = episodes.diverged.at[1, 0].set(True)
-    poisoned = episodes.observations.at[1, 0].set(jnp.nan)
-    spoilt = eqx.tree_at(lambda x: (x.diverged, x.observations), episodes, (bad, poisoned))
-    replay = pgame_ls.remember(spoilt, small_replay(10))
+    poisoned = episodes.recorded.observations.at[1, 0].set(jnp.nan)
+    spoilt = eqx.tree_at(lambda x: (x.diverged, x.recorded.observations), episodes, (bad, poisoned))
+    replay = pgame_ls.remember(small_replay(10), spoilt)
     assert inside(replay) == {1, 3, 4, 5, 6} and int(replay.position) == 5
     everything = pgame_ls.sample(replay, 500, key=jax.random.key(0))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(everything))
 
 
 def test_a_transition_is_followed_by_the_next_observation_also_at_the_end():
-    replay = pgame_ls.remember(numbered_episodes(1, 4, 1), small_replay(10))
+    replay = pgame_ls.remember(small_replay(10), numbered_episodes(1, 4, 1))
     found = pgame_ls.sample(replay, 2000, key=jax.random.key(0))
     np.testing.assert_allclose(found.next_observation - found.observation, 0.01, atol=1e-5)
     assert (np.floor(found.observation[:, 0]) == found.reward).all()
+    assert (found.action == -found.observation[:, : SHORT.action_size]).all()
     places = {round(float(x), 2) for x in found.observation[:, 0]}
     assert places == {n + t / 100 for n in (1, 2, 3, 4) for t in range(3)}
 
 
-def test_the_buffer_is_written_in_place():
-    def places(replay: pgame_ls.Replay) -> list[int]:
-        shards = replay.observations.addressable_shards
-        return [shard.data.unsafe_buffer_pointer() for shard in shards]
-
-    replay = envs.replicate(small_replay(100))
-    before, old = places(replay), replay.observations
-    replay = pgame_ls.remember(envs.replicate(numbered_episodes(1, 3, 2)), replay)
-    assert places(replay) == before and old.is_deleted()
+def test_the_buffer_that_the_caller_holds_stays_as_it_is():
+    before = replicate(small_replay(10))
+    after = pgame_ls.remember(before, replicate(numbered_episodes(1, 3, 2)))
+    assert inside(before) == set() and inside(after) == {1, 2, 3, 4, 5, 6}
+    assert not np.asarray(before.observations).any()
 
 
 # --- variation by gradient ------------------------------------------------------------------------
 
 
-def filled_state(task: envs.Task, config: PGAMEConfig) -> pgame_ls.PGAMEState:
-    state = envs.replicate(pgame_ls.first_state(task, config, key=jax.random.key(0)))
-    return pgame_ls.iterate(task, config, state, 0, key=jax.random.key(1))[0]
+def filled_state(task: envs.Task, config: PGAMEConfig) -> PGAMEState:
+    search = PGAME(task, config)
+    return search.step(search.init(jax.random.key(0)), jax.random.key(1))[0]
 
 
 def test_offspring_climb_the_critic(point, config):
     config = dataclasses.replace(config, policy_steps=50)
     state = filled_state(point, config)
-    parents = me_ls.select(state.repertoire, 5, key=jax.random.key(2))
+    parents = me_ls.select_uniformly(state.repertoire, 5, key=jax.random.key(2))
     critic, replay = pgame_ls.first_of(state.td3.critics), state.replay
     climbed = pgame_ls.vary_by_gradient(config, parents, critic, replay, key=jax.random.key(3))
     seen = pgame_ls.sample(replay, 500, key=jax.random.key(4)).observation
@@ -308,7 +318,7 @@ def test_offspring_climb_the_critic(point, config):
 def test_every_offspring_climbs_on_its_own(point, config, together):
     """Chunks and devices only divide the work; seven parents fill neither."""
     state = filled_state(point, config)
-    parents = me_ls.select(state.repertoire, 7, key=jax.random.key(2))
+    parents = me_ls.select_uniformly(state.repertoire, 7, key=jax.random.key(2))
     critic, replay, key = pgame_ls.first_of(state.td3.critics), state.replay, jax.random.key(3)
     climbed = pgame_ls.vary_by_gradient(config, parents, critic, replay, together, key=key)
     alone = jax.vmap(lambda parent, key: pgame_ls.climb(config, parent, critic, replay, key=key))
@@ -319,6 +329,12 @@ def test_every_offspring_climbs_on_its_own(point, config, together):
 # --- the search -----------------------------------------------------------------------------------
 
 
+def first_key(key: jax.Array) -> jax.Array:
+    """Of an iteration's key, the one for random policies and iso+line variation."""
+    vary_key, _ = jax.random.split(key)
+    return jax.random.split(vary_key, 4)[0]
+
+
 def test_the_first_batch_is_random_and_the_greedy_actor_is_always_in_it(point, config, monkeypatch):
     played = []
 
@@ -326,34 +342,66 @@ def test_the_first_batch_is_random_and_the_greedy_actor_is_always_in_it(point, c
         played.append(offspring)
         return envs.rollout(task, offspring, keys, **options)
 
-    monkeypatch.setattr(pgame_ls, "rollout", watched)
-    state = envs.replicate(pgame_ls.first_state(point, config, key=jax.random.key(0)))
-    untrained = state.td3.actor
+    monkeypatch.setattr(me_ls, "rollout", watched)
+    search = PGAME(point, config)
+    state = search.init(jax.random.key(0))
+    untrained = state.td3
     for i in range(3):
-        state, counts = pgame_ls.iterate(point, config, state, i, key=jax.random.key(i))
+        state, metrics = search.step(state, jax.random.key(i))
         assert same(jax.tree.map(lambda x: x[0], played[-1]), state.td3.actor)
         assert len(played[-1].layers[0].bias) == config.batch
-        assert ("critic_loss" in counts) == (i > 0)
+        assert np.isnan(metrics["critic_loss"]) == (i == 0)
         if i == 0:
-            assert same(state.td3.actor, untrained)
+            assert same(state.td3, untrained)
+            keys = jax.random.split(first_key(jax.random.key(i)), config.batch - 1)
+            random = me_ls.random_policies(point, config.hidden, keys)
+            assert same(jax.tree.map(lambda x: x[1:], played[-1]), random)
     assert config.by_gradient == 5 and config.by_variation == 6
     assert int(state.td3.steps) == 2 * config.critic_steps
     assert int(state.replay.size) == 75  # 3 × 36 episodes were played
 
 
 @pytest.mark.parametrize("algo", ["pgame", "pgame-ls"])
-def test_a_search_runs_to_its_budget(point, config, tmp_path, algo):
-    config = dataclasses.replace(config, algo=algo)
-    stage = Stage(tmp_path, dataclasses.asdict(config))
-    found = me_ls.search(point, config, 0, stage, pgame_ls.first_state, pgame_ls.iterate)
+def test_a_search_runs_to_its_budget(point, config, algo):
+    search = me_ls.make_search(point, dataclasses.replace(config, algo=algo))
+    assert isinstance(search, PGAME)
+    assert search.iterations == (8 if algo == "pgame-ls" else 24)
+    state = search.init(jax.random.key(0))
+    for key in jax.random.split(jax.random.key(1), search.iterations):
+        state, _ = search.step(state, key)
+    found = state.repertoire
     assert found.occupied.sum() > 1
     assert (np.asarray(found.spread)[np.asarray(found.occupied)] > 0).any() == (algo == "pgame-ls")
+
+
+@pytest.mark.parametrize("algo", ["pgame", "pgame-ls"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_cells_are_those_of_map_elites_with_the_same_key(point, config, algo, seed):
+    key = stream(seed, "search-init")
+    ours = me_ls.make_search(point, dataclasses.replace(config, algo=algo)).init(key)
+    me = me_ls.SearchConfig("me", cells=config.cells, hidden=config.hidden)
+    assert same(ours.repertoire, me_ls.make_search(point, me).init(key).repertoire)
+
+
+def test_a_step_leaves_everything_that_the_caller_holds(point, config):
+    search = PGAME(point, config)
+    states = [search.init(jax.random.key(0))]
+    before = [jax.tree.map(np.array, states[0])]
+    for i in range(3):
+        states.append(search.step(states[-1], jax.random.key(i))[0])
+        before.append(jax.tree.map(np.array, states[-1]))
+    for state, copy in zip(states, before, strict=True):
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+        assert same(state, copy)
+    assert same(search.step(states[1], jax.random.key(1))[0], states[2])
 
 
 class Place(PointOmni):
     """Be at (1, −0.5). Here the point sees where that is from where it is."""
 
-    observation_size: int = 4
+    def __init__(self, config: TaskConfig):
+        super().__init__(config)
+        self.observation_size = 4
 
     def _state(self, position, velocity, reward, time) -> State:
         state = super()._state(position, velocity, reward, time)
@@ -376,19 +424,18 @@ def test_the_greedy_actor_learns_what_random_search_does_not_find(seed: int):
         alone = jax.tree.map(lambda x: x[None], policy)
         return float(envs.rollout(task, alone, judged).fitness.mean())
 
-    state = envs.replicate(pgame_ls.first_state(task, config, key=jax.random.key(seed)))
+    state = PGAME(task, config).init(jax.random.key(seed))
     td3, replay, best, found = state.td3, state.replay, -np.inf, None
     for key in jax.random.split(jax.random.key(100 + seed), rounds):
         policy_key, play_key, train_key = jax.random.split(key, 3)
         random = me_ls.random_policies(task, config.hidden, jax.random.split(policy_key, 16))
         keys = jax.random.split(play_key, (16, 1))
 
-        noisy = jax.tree.map(lambda x, a: a + 0.5 * x[1:], random, td3.actor)
-        batch = pgame_ls.join(td3.actor, [noisy])
-        replay = pgame_ls.remember(envs.rollout(task, batch, keys, record="transitions"), replay)
+        batch = jax.tree.map(lambda x, a: a + 0.5 * x.at[0].set(0), random, td3.actor)
+        replay = pgame_ls.remember(replay, envs.rollout(task, batch, keys, record=transitions))
         td3, _ = pgame_ls.train(config, td3, replay, key=train_key)
 
-        fitness = np.asarray(envs.rollout(task, random, keys, record="transitions").fitness[:, 0])
+        fitness = np.asarray(envs.rollout(task, random, keys).fitness[:, 0])
         if fitness.max() > best:
             best, winner = fitness.max(), fitness.argmax()
             found = jax.tree.map(lambda x, i=winner: x[i], random)
@@ -402,47 +449,68 @@ def test_the_greedy_actor_learns_what_random_search_does_not_find(seed: int):
 # --- interrupted and resumed ----------------------------------------------------------------------
 
 
-def search_in(directory: Path, point, config, iterate=pgame_ls.iterate):
-    stage = Stage(directory, dataclasses.asdict(config))
-    return me_ls.search(point, config, 3, stage, pgame_ls.first_state, iterate)
+@pytest.fixture(scope="module", autouse=True)
+def checkpoint_after_every_iteration() -> Iterator[None]:
+    before = machine.settings().checkpoint_seconds
+    machine.configure({"checkpoint_seconds": 0.0})
+    yield
+    machine.configure({"checkpoint_seconds": before})
+
+
+def search_in(directory: Path, search: PGAME, log: Callable = lambda row: None) -> None:
+    drive(
+        search,
+        Stage(directory, dataclasses.asdict(search.config)),
+        init=stream(3, "search-init"),
+        steps=stream(3, "search"),
+        total=search.iterations,
+        title=search.config.algo,
+        work=("steps", search.steps_per_iteration),
+        show=me_ls.SHOWN,
+        check=log,
+    )
 
 
 def final_checkpoint(directory: Path) -> bytes:
-    return max(directory.glob("checkpoint-*.qdt")).read_bytes()
+    return max(directory.glob("checkpoint-*.safetensors")).read_bytes()
 
 
 def test_a_resumed_search_ends_with_the_very_same_state(point, config, tmp_path):
     """The final checkpoints are equal byte by byte: buffer, networks, optimisers and repertoire."""
-    config = dataclasses.replace(config, checkpoint_seconds=0.0)
+    search, rows = PGAME(point, config), []
 
-    def broken(task, config, state, iteration, *, key):
-        if iteration == 5:
+    def break_down(row: dict) -> None:
+        rows.append(row)
+        if len(rows) == 6:
             raise RuntimeError("the power is gone")
-        return pgame_ls.iterate(task, config, state, iteration, key=key)
 
-    search_in(tmp_path / "whole", point, config)
+    search_in(tmp_path / "whole", search)
     with pytest.raises(RuntimeError):
-        search_in(tmp_path / "torn", point, config, broken)
-    search_in(tmp_path / "torn", point, config)
+        search_in(tmp_path / "torn", search, break_down)
+    assert (tmp_path / "torn" / "checkpoint-000000005.safetensors").exists()
+    search_in(tmp_path / "torn", search)
     assert final_checkpoint(tmp_path / "whole") == final_checkpoint(tmp_path / "torn")
 
 
 CHILD = """
 import sys, time, jax
 from pathlib import Path
-import envs, me_ls, pgame_ls
-from runs import Stage
-envs.prepare_jax()
+import envs, pgame_ls
+from machinery import driver, machine, runs, streams
+machine.prepare_jax()
+machine.configure({"checkpoint_seconds": 0.0})
 jax.config.update("jax_num_cpu_devices", int(sys.argv[2]))
 task = envs.make_task(envs.TaskConfig("point-omni", length=20, reach=0.5))
 config = pgame_ls.PGAMEConfig(
     steps=6 * 12 * 3 * 20, cells=16, batch=12, episodes=3, hidden=(8,), critic_hidden=(12, 10),
-    critic_steps=5, policy_steps=4, td3_batch=16, replay=1500, checkpoint_seconds=0.0,
+    critic_steps=5, policy_steps=4, td3_batch=16, replay=1500,
 )
-def iterate(*args, key):
-    time.sleep(float(sys.argv[3]))
-    return pgame_ls.iterate(*args, key=key)
-me_ls.search(task, config, 0, Stage(Path(sys.argv[1]), {}), pgame_ls.first_state, iterate)
+search = pgame_ls.PGAME(task, config)
+driver.drive(
+    search, runs.Stage(Path(sys.argv[1]), {}), init=streams.stream(0, "search-init"),
+    steps=streams.stream(0, "search"), total=search.iterations, title="pgame-ls",
+    work=("steps", search.steps_per_iteration), show=(), check=lambda row: time.sleep(float(sys.argv[3])),
+)
 """
 
 
@@ -456,13 +524,13 @@ def test_kill_9_changes_nothing(tmp_path, run_python):
     )
     try:
         deadline = time.monotonic() + 120
-        while not list(killed.glob("checkpoint-00000000[3-9].qdt")):
+        while not list(killed.glob("checkpoint-00000000[3-9].safetensors")):
             assert child.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
     finally:
         child.send_signal(signal.SIGKILL)
         child.wait()
-    assert not list(killed.glob("checkpoint-000000006.qdt"))  # it was killed on the way
+    assert not list(killed.glob("checkpoint-000000006.safetensors"))  # it was killed on the way
     run_python(CHILD, killed, 2, 0)
     assert final_checkpoint(whole) == final_checkpoint(killed)
 

@@ -1,7 +1,8 @@
-"""What must hold for the Quality-Diversity Transformer, as statements about the method."""
+"""What must hold for the Quality-Diversity Transformer and its training, as statements about the method."""
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -9,10 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import dataset
+import evaluate
+import me_ls
 import qdt
-from runs import UserError
+from dataset import Sizes, Trajectory
+from envs import TaskConfig, make_task, rollout
+from machinery import attention, machine, muon
+from machinery.driver import drive
+from machinery.files import UserError
+from machinery.gradients import loss_and_gradient
+from machinery.runs import Stage
+from machinery.streams import stream
 
-SIZES = {"descriptor_size": 2, "observation_size": 5, "action_size": 3}
+SIZES = Sizes(length=20, observation=5, action=3, descriptor=2)
+RAW = qdt.Statistics.none(SIZES)
 SMALL = qdt.QDTConfig(layers=3, heads=2, width=16)
 VARIANTS = {
     "every-step": SMALL,
@@ -24,23 +36,26 @@ VARIANTS = {
 variants = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
 
 
-def make(config=SMALL, steps=20, seed=0):
+def make(config=SMALL, steps=20, seed=0, statistics=RAW):
     """A model of random numbers: biases and norms that are not 0 and 1, so that each one counts."""
-    model = eqx.filter_eval_shape(qdt.QDT, config, **SIZES, steps=steps, key=jax.random.key(0))
+    sizes = replace(SIZES, length=steps)
+    model = eqx.filter_eval_shape(qdt.QDT, config, sizes, key=jax.random.key(0))
     random = np.random.default_rng(seed)
     model = jax.tree.map(lambda x: jnp.array(random.normal(0, 0.3, x.shape), x.dtype), model)
-    raw = qdt.Scale(jnp.zeros(2), jnp.ones(2)), qdt.Scale(jnp.zeros(5), jnp.ones(5))
-    return with_scales(model, *raw)
+    return eqx.tree_at(lambda m: m.statistics, model, statistics)
 
 
-def with_scales(model, descriptor, observation):
-    where = lambda m: (m.descriptor_scale, m.observation_scale)  # noqa: E731
-    return eqx.tree_at(where, model, (descriptor, observation))
+def train_step(model, batch, key, config, micro_batch=1):
+    """The first step of a training."""
+    moments = qdt.optimiser(config, 1).init(model)
+    return qdt.train_step(
+        model, moments, batch, key, config=config, total=1, micro_batch=micro_batch
+    )
 
 
 def trajectories(*batch, steps=20, seed=2):
     random = np.random.default_rng(seed)
-    return qdt.Trajectory(
+    return Trajectory(
         descriptor=jnp.array(random.normal(size=(*batch, 2)), jnp.float32),
         observations=jnp.array(random.normal(size=(*batch, steps, 5)), jnp.float32),
         actions=jnp.array(random.uniform(-1, 1, (*batch, steps, 3)), jnp.float32),
@@ -72,7 +87,7 @@ def assert_close(a, b, tolerance):
 def test_what_comes_after_an_observation_leaves_its_action_unchanged(config, key):
     model = make(config, steps=60)
     trajectory, other, t = trajectories(steps=60), trajectories(steps=60, seed=3), 44
-    changed = qdt.Trajectory(
+    changed = Trajectory(
         trajectory.descriptor,
         trajectory.observations.at[t + 1 :].set(other.observations[t + 1 :]),
         trajectory.actions.at[t:].set(other.actions[t:]),
@@ -109,23 +124,23 @@ def test_attention_in_blocks_is_attention():
         return jnp.einsum("hqk,hdk->hqd", weights, v)
 
     def blocked(q, k, v):
-        return qdt.causal_attention(q, k, v, None, 0.0, 0, 1)
+        return attention.causal_attention(q, k, v, None, 0.0, 0, 1)
 
     def gradients(f):
         return jax.jit(jax.grad(lambda qkv: (f(*qkv) ** 2).sum()))((q, k, v))
 
     assert_close(blocked(q, k, v), plain(q, k, v), 1e-5)
     assert_close(gradients(blocked), gradients(plain), 1e-5)
-    some = qdt.causal_attention(q[:, 1::3], k, v, None, 0.0, 1, 3)
+    some = attention.causal_attention(q[:, 1::3], k, v, None, 0.0, 1, 3)
     assert_close(some, blocked(q, k, v)[:, 1::3], 1e-5)
     # With values of one, dropout shows its mean: 1, as dropped weights are made up for by the rest.
-    dropped = qdt.causal_attention(q, k, jnp.ones_like(v), seed, 0.1, 0, 1)
+    dropped = attention.causal_attention(q, k, jnp.ones_like(v), seed, 0.1, 0, 1)
     assert 0.98 < float(dropped[:, 100:].mean()) < 1.02 and float(dropped.std()) > 0.01
 
 
 def test_dropout_is_fair_and_independent():
     seeds = jax.random.bits(jax.random.key(0), (4, 2))
-    masks = np.stack([qdt.kept(seed, (512, 512), 0.1) for seed in seeds]).astype(float)
+    masks = np.stack([attention.kept(seed, (512, 512), 0.1) for seed in seeds]).astype(float)
     # Deviations of a mean of n fair draws: 0.3 / sqrt(n).
     assert abs(masks.mean() - 0.9) < 4 * 0.3 / math.sqrt(masks.size)
     assert abs(masks.mean(-1) - 0.9).max() < 5.5 * 0.3 / math.sqrt(512)
@@ -136,13 +151,13 @@ def test_dropout_is_fair_and_independent():
     for i in range(4):
         for j in range(i):
             assert abs((flat[i] * flat[j]).mean()) < 5 / 512
-    again = qdt.kept(seeds[0], (512, 256), 0.1, 512 * 256)
+    again = attention.kept(seeds[0], (512, 256), 0.1, 512 * 256)
     np.testing.assert_array_equal(again.ravel(), masks[0].ravel()[512 * 256 :])
 
 
 def test_a_new_model_is_initialised_like_gpt_2():
     config = qdt.QDTConfig()
-    model = qdt.QDT(config, **SIZES, steps=250, key=jax.random.key(0))
+    model = qdt.QDT(config, replace(SIZES, length=250), key=jax.random.key(0))
     residual = 0.02 / math.sqrt(2 * config.layers)
     scales = {0.02: [model.embed_time, model.head.weight], residual: []}
     for layer in model.layers:
@@ -164,7 +179,7 @@ def test_a_new_model_is_initialised_like_gpt_2():
 
 def test_a_new_embedding_tells_long_inputs_from_short_ones():
     """Layer normalisation alone would not: without a bias it sees nothing but a direction."""
-    embed = qdt.QDT(qdt.QDTConfig(), **SIZES, steps=2, key=jax.random.key(0)).embed_descriptor
+    embed = qdt.QDT(qdt.QDTConfig(), SIZES, key=jax.random.key(0)).embed_descriptor
     near, far = embed(jnp.array([0.1, 0.1])), embed(jnp.array([0.9, 0.9]))
     assert float(jnp.linalg.norm(near - far)) > 0.25 * float(jnp.linalg.norm(near))
 
@@ -181,7 +196,8 @@ def test_normalising_inside_the_model_is_normalising_its_inputs():
             (trajectory.observations - observation.mean) / observation.deviation,
         ),
     )
-    inside = predict(with_scales(make(config), descriptor, observation), trajectory)
+    known = qdt.Statistics(descriptor, observation, jnp.zeros(()))
+    inside = predict(make(config, statistics=known), trajectory)
     assert_close(inside, predict(make(), by_hand), 1e-5)
 
 
@@ -195,8 +211,8 @@ def test_bfloat16_is_float32_with_less_precision():
 
 def test_wrong_settings_are_named():
     wrong = {
-        "heads": 3, "layers": 0, "batch_size": 0, "micro_batch": -1, "dropout": 1.0, "held_out": -0.1,
-        "evaluate_every": 0, "disturbance": -0.1,
+        "heads": 3, "layers": 0, "batch_size": 0, "dropout": 1.0, "held_out": -0.1,
+        "evaluate_every": 0, "warmup_steps": -1, "optimiser": "sgd", "tokens": "two",
     }  # fmt: skip
     for name, value in wrong.items():
         with pytest.raises(UserError, match=name):
@@ -271,42 +287,66 @@ def test_episodes_decoded_out_of_step_are_episodes_decoded_alone():
 @pytest.mark.parametrize(("size", "micro_batch"), [(8, 2), (8, 8), (7, 2), (5, 4), (1, 1)])
 def test_gradients_of_shares_and_micro_batches_add_up_to_the_gradient(size: int, micro_batch: int):
     """Also where the devices, two in the tests, cannot have equal shares."""
-    model, batch = make(replace(SMALL, micro_batch=micro_batch)), trajectories(size)
+    model, batch = make(), trajectories(size)
     keys = jax.random.split(jax.random.key(4), size)
     plain = jax.jit(jax.value_and_grad(qdt.loss))(model, batch, keys)
-    assert_close(jax.jit(qdt.loss_and_gradient)(model, batch, keys), plain, 1e-5)
+    shared = partial(loss_and_gradient, lambda model, part: qdt.errors(model, *part))
+    divided = jax.jit(shared, static_argnums=2)(model, (batch, keys), micro_batch)
+    assert_close(divided, plain, 1e-5)
 
 
 def test_training_is_a_pure_function_and_lowers_the_loss():
     config = replace(SMALL, learning_rate=0.01)
-    model, batch = qdt.QDT(config, **SIZES, steps=20, key=jax.random.key(2)), trajectories(4)
-    start = qdt.initial_state(model)
-    state, first = qdt.train_step(start, batch, jax.random.key(0))
-    again, _ = qdt.train_step(start, batch, jax.random.key(0))
-    other, _ = qdt.train_step(start, batch, jax.random.key(1))
+    model, batch = qdt.QDT(config, SIZES, key=jax.random.key(2)), trajectories(4)
+    state, _, first = train_step(model, batch, jax.random.key(0), config)
+    again, *_ = train_step(model, batch, jax.random.key(0), config)
+    other, *_ = train_step(model, batch, jax.random.key(1), config)
     assert eqx.tree_equal(state, again)
-    assert not eqx.tree_equal(state.model, other.model)
-    for i in range(30):
-        state, last = qdt.train_step(state, batch, jax.random.key(i))
+    assert not eqx.tree_equal(state, other)
+    moments = qdt.optimiser(config, 31).init(model)
+    for i in range(31):
+        model, moments, last = qdt.train_step(
+            model, moments, batch, jax.random.key(i), config=config, total=31
+        )
     assert float(last) < 0.7 * float(first)
+
+
+def test_only_memory_depends_on_how_many_trajectories_are_held_at_once():
+    """Dropout included: a trajectory's noise is that of its number in the batch."""
+    steps = [
+        train_step(make(), trajectories(8), jax.random.key(0), SMALL, micro_batch)[0]
+        for micro_batch in (1, 3, 4)
+    ]
+    for other in steps[1:]:
+        assert_close(other, steps[0], 1e-4)
+
+
+def test_the_rate_warms_up_and_falls_as_it_is_told_to():
+    config = replace(SMALL, learning_rate=0.5)
+    rates = lambda **how: qdt.learning_rate(replace(config, **how), 10)  # noqa: E731
+    constant, warm = rates(), rates(warmup_steps=4)
+    both = rates(warmup_steps=4, decay=True)
+    assert [float(constant(i)) for i in (0, 5, 9)] == [0.5] * 3
+    np.testing.assert_allclose([warm(i) for i in (0, 4, 9)], [0.125, 0.5, 0.5], rtol=1e-6)
+    np.testing.assert_allclose([both(i) for i in (0, 4, 7, 10)], [0.125, 0.5, 0.25, 0], atol=1e-6)
+    assert float(rates(decay=True)(0)) == 0.5
 
 
 def test_muon_moves_the_layers_matrices_by_orthogonal_steps():
     """Most singular values of a step are nearly the same; everything else moves as with Adam."""
-    config = replace(SMALL, weight_decay=0.0)
-    steps = {}
+    steps, start = {}, make()
     for name in ("adamw", "muon"):
-        start = make(replace(config, optimiser=name))
-        after, _ = qdt.train_step(qdt.initial_state(start), trajectories(4), jax.random.key(0))
-        steps[name] = jax.tree.map(jnp.subtract, after.model, start)
+        config = replace(SMALL, weight_decay=0.0, optimiser=name)
+        after, *_ = train_step(start, trajectories(4), jax.random.key(0), config)
+        steps[name] = jax.tree.map(jnp.subtract, after, start)
     flat = {}
     for name, step in steps.items():
         values = np.linalg.svd([x.expand.weight for x in step.layers], compute_uv=False)
         flat[name] = (values > 0.5 * values.max(axis=-1, keepdims=True)).mean()
     assert flat["muon"] > 0.8 > 0.4 > flat["adamw"]
     assert_close(steps["muon"].head.weight, steps["adamw"].head.weight, 1e-6)
-    muon, adamw = steps["muon"].layers[0], steps["adamw"].layers[0]
-    assert_close(muon.expand.bias, adamw.expand.bias, 1e-6)
+    muon_step, adamw_step = steps["muon"].layers[0], steps["adamw"].layers[0]
+    assert_close(muon_step.expand.bias, adamw_step.expand.bias, 1e-6)
 
 
 def test_orthogonal_steps_keep_the_singular_vectors():
@@ -314,8 +354,8 @@ def test_orthogonal_steps_keep_the_singular_vectors():
     rng = np.random.default_rng(0)
     shapes = [(6, 16), (16, 6), (8, 8), (3, 24), (24, 3)]
     matrices = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
-    for matrix, done in zip(matrices, qdt.orthogonal(matrices), strict=True):
-        assert_close(done, qdt.orthogonalise(matrix), 1e-6)
+    for matrix, done in zip(matrices, muon.orthogonal(matrices), strict=True):
+        assert_close(done, muon.orthogonalise(matrix), 1e-6)
         u, _, v = np.linalg.svd(matrix, full_matrices=False)
         values = u.T @ np.asarray(done) @ v.T
         off_diagonal = values - np.diag(np.diag(values))
@@ -324,13 +364,18 @@ def test_orthogonal_steps_keep_the_singular_vectors():
 
 
 def test_training_leaves_the_statistics_alone_and_decays_matrices_only():
-    model = make()
-    state, _ = qdt.train_step(qdt.initial_state(model), trajectories(4), jax.random.key(0))
-    assert eqx.tree_equal(state.model.descriptor_scale, model.descriptor_scale)
-    assert eqx.tree_equal(state.model.observation_scale, model.observation_scale)
-    marks = qdt.decayed(model)
+    known = qdt.Statistics(
+        qdt.Scale(jnp.array([0.5, 1.0]), jnp.array([2.0, 3.0])), RAW.observation, jnp.array(0.3)
+    )
+    config = replace(SMALL, normalise=True)
+    model = make(config, statistics=known)
+    after, *_ = train_step(model, trajectories(4), jax.random.key(0), config)
+    assert eqx.tree_equal(after.statistics, known)
+    assert not eqx.tree_equal(after.head, model.head)
+    marks = model.decays()
     assert marks.layers[0].mix.weight and marks.head.weight and marks.embed_action.linear.weight
     assert not (marks.layers[0].mix.bias or marks.norm.weight or marks.embed_time)
+    assert not any(jax.tree.leaves(marks.statistics))
 
 
 def test_without_a_key_nothing_is_dropped():
@@ -338,6 +383,166 @@ def test_without_a_key_nothing_is_dropped():
     undisturbed = predict(make(replace(SMALL, dropout=0.0)), trajectory, jax.random.key(0))
     np.testing.assert_array_equal(predict(model, trajectory), undisturbed)
     assert not np.array_equal(predict(model, trajectory, jax.random.key(0)), undisturbed)
+
+
+# ------------------------------------------------------------------- what training is for
+
+TASK = make_task(TaskConfig("point-omni", length=50))
+WIDTH = TASK.high[0] - TASK.low[0]
+SEARCH = me_ls.SearchConfig(
+    algo="me-ls", steps=400_000, cells=128, batch=64, episodes=4, hidden=(16, 16)
+)
+DATASET = dataset.DatasetConfig(trajectories=1536, zones=64)
+TRAIN = qdt.QDTConfig(
+    layers=2, heads=2, width=32, dropout=0.0, normalise=True, batch_size=16,
+    optimiser="muon", learning_rate=1e-3, decay=True, epochs=8, evaluate_every=4, goal_episodes=4,
+)  # fmt: skip
+HIDDEN = jnp.array([[1.2, 0.0], [-1.0, 1.0], [0.0, -1.2]])  # places that training does not see
+RADIUS = 0.1 * WIDTH
+
+
+@pytest.fixture(scope="module")
+def repertoire():
+    search = me_ls.make_search(TASK, SEARCH)
+    state = search.init(stream(0, "search-init"))
+    for i in range(search.iterations):
+        state, _ = search.step(state, jax.random.fold_in(stream(0, "search"), i))
+    return state.repertoire
+
+
+@pytest.fixture(scope="module")
+def data(repertoire, tmp_path_factory):
+    stage = Stage(tmp_path_factory.mktemp("lineage") / "dataset", {})
+    return dataset.build(TASK, repertoire, DATASET, 0, stage)
+
+
+@pytest.fixture(scope="module")
+def noisy_data(repertoire, tmp_path_factory):
+    config = replace(DATASET, trajectories=128, action_noise=0.2)
+    stage = Stage(tmp_path_factory.mktemp("noisy") / "dataset", {})
+    return dataset.build(TASK, repertoire, config, 0, stage)
+
+
+def distance(model, goals):
+    keys = jax.random.split(jax.random.key(99), (len(goals), 10))
+    return float(evaluate.measure(goals, qdt.play(TASK, model, goals, keys)).distance.mean())
+
+
+def test_the_qdt_reaches_what_it_saw_and_what_it_did_not(data, tmp_path):
+    """Under 5 % of the space's width where trajectories ended, under 10 % where none did."""
+    to_hidden = np.linalg.norm(data.descriptor[:, None] - np.asarray(HIDDEN), axis=-1).min(axis=1)
+    view = np.flatnonzero(to_hidden > RADIUS)
+    assert len(view) < len(data)
+    training = qdt.Training(TASK, TRAIN, data, 0, view)
+    state = drive(
+        training,
+        Stage(tmp_path / "qdt", {}),
+        init=stream(0, "model"),
+        steps=stream(0, "training"),
+        total=training.total,
+        title="qdt",
+        work=("trajectories", TRAIN.batch_size),
+        show=qdt.SHOWN,
+        check=qdt.refuse_divergence,
+    )
+    model = qdt.best_model(state)
+    goals = me_ls.goals(TASK)
+    ends = jnp.asarray(data.descriptor[view])
+    nearest_end = jnp.linalg.norm(goals[:, None] - ends, axis=-1).min(axis=1)
+    seen = goals[nearest_end < 0.03 * WIDTH]
+    assert len(seen) > 40
+    assert distance(model, seen) < 0.05 * WIDTH
+    assert distance(model, HIDDEN) < 0.10 * WIDTH
+
+
+SHORT = replace(TRAIN, layers=1, width=8, batch_size=32, epochs=2, evaluate_every=1, held_out=0.25)
+
+
+def train(training):
+    """All steps of a training, and the metrics of its epochs."""
+    state, rows = training.init(stream(0, "model")), []
+    for i in range(training.total):
+        state, metrics = training.step(state, jax.random.fold_in(stream(0, "training"), i))
+        rows.append(metrics)
+    return state, rows
+
+
+def test_an_epoch_ends_with_its_metrics_and_the_best_one_is_kept(noisy_data):
+    training = qdt.Training(TASK, SHORT, noisy_data, 0)
+    assert (training.steps_per_epoch, training.total) == (3, 6)  # a quarter is held out
+    state, rows = train(training)
+    assert [bool(row) for row in rows] == [False, False, True] * 2
+    epochs = [row for row in rows if row]
+    assert [row["epoch"] for row in epochs] == [1, 2]
+    for row in epochs:
+        assert {"loss", "distance", "max_fitness", "held_out_loss", "hidden_action_loss"} <= set(
+            row
+        )
+        assert row["error_over_time"].shape == (50,)
+    assert float(state.best.distance) == min(row["distance"] for row in epochs)
+    best = min(epochs, key=lambda row: row["distance"])
+    assert training.evaluate(replace_best(state))[0]["distance"] == pytest.approx(best["distance"])
+    assert float(state.loss_sum) == 0
+
+
+def replace_best(state):
+    """A state whose model is the best one."""
+    return eqx.tree_at(lambda s: s.model, state, state.best.model)
+
+
+def test_a_model_carries_the_noise_and_the_scales_of_its_dataset(noisy_data, data):
+    for known, noise in ((noisy_data, 0.2), (data, 0.0)):
+        model = qdt.Training(TASK, SHORT, known, 0).init(jax.random.key(0)).model
+        assert float(model.statistics.action_noise) == pytest.approx(noise)
+        assert model.statistics.observation.deviation[0] != 1
+    raw = qdt.Training(TASK, replace(SHORT, normalise=False), noisy_data, 0)
+    statistics = raw.init(jax.random.key(0)).model.statistics
+    assert float(statistics.action_noise) == pytest.approx(0.2)
+    assert (statistics.observation.deviation == 1).all() and not statistics.descriptor.mean.any()
+
+
+def test_the_qdt_plays_with_the_noise_that_it_carries():
+    """In evaluations as in films, and from an episode's key alone."""
+    goals, keys = jnp.array([[0.5, 0.5]]), jax.random.split(jax.random.key(1), (1, 3))
+    calm = qdt.make_model(TASK, TRAIN, key=jax.random.key(0))
+    noisy = eqx.tree_at(lambda m: m.statistics.action_noise, calm, jnp.array(0.2))
+    ends = [qdt.play(TASK, model, goals, keys).descriptor[0] for model in (calm, noisy)]
+    assert (jnp.abs(ends[0] - ends[1]).max(axis=1) > 1e-3).all()
+    noise = float(noisy.statistics.action_noise)
+    disturbed = rollout(TASK, goals, keys, calm.policy, action_noise=noise)
+    np.testing.assert_array_equal(ends[1], disturbed.descriptor[0])
+    film = qdt.play(TASK, noisy, goals, keys, record=evaluate.Filming(TASK)).recorded
+    np.testing.assert_allclose(film.path[0, :, -1], ends[1], atol=1e-4)
+
+
+def test_a_training_that_cannot_begin_says_why(noisy_data):
+    with pytest.raises(UserError, match="do not fill a batch of 1000"):
+        qdt.Training(TASK, replace(TRAIN, batch_size=1000), noisy_data, 0)
+    with pytest.raises(UserError, match="dataset.achieved=true"):
+        qdt.Training(TASK, replace(TRAIN, conditioning="to-go"), noisy_data, 0)
+    shorter = make_task(TaskConfig("point-omni", length=20))
+    with pytest.raises(UserError, match="another task"):
+        qdt.Training(shorter, TRAIN, noisy_data, 0)
+
+
+def test_a_loss_that_is_not_a_number_and_a_model_that_never_played_are_refused(noisy_data):
+    training = qdt.Training(TASK, replace(SHORT, learning_rate=1e30), noisy_data, 0)
+    with pytest.raises(UserError, match=r"not a number in epoch \d: .*train.learning_rate"):
+        for row in train(training)[1]:
+            if row:
+                qdt.refuse_divergence(row)
+    with pytest.raises(UserError, match="diverged in every evaluation"):
+        qdt.best_model(training.init(jax.random.key(0)))
+
+
+def test_an_unknown_model_is_named():
+    with pytest.raises(UserError, match="unknown model 'mlp'; there are qdt"):
+        qdt.make_model(TASK, replace(TRAIN, model="mlp"), key=jax.random.key(0))
+
+
+def test_the_micro_batch_of_a_cpu_fits_in_its_cache(monkeypatch):
+    monkeypatch.setattr(machine, "_current", machine.Machine())
+    assert [machine.micro_batch(length) for length in (50, 250, 1000)] == [8, 1, 1]
 
 
 # ----------------------------------------------------------------------------------- the peer
