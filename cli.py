@@ -207,6 +207,7 @@ def make_plan(
         seed = sections.get("seed", 0) if seed is None else seed
         preset = preset or sections.get("preset")
         sound = isinstance(seed, int) and 0 <= seed < 2**31 and isinstance(preset, str | None)
+        sound &= isinstance(algo, str) and isinstance(model, str)
     except (KeyError, TypeError, ValueError):
         sound = False
     if not sound:
@@ -436,16 +437,22 @@ def begin_stage(
     run: Run, section: str, name: str | None, changes: dict[str, dict[str, str]]
 ) -> Iterator[Run]:
     """The run with changes to a stage that has not begun; a named variant has changes of its own."""
-    from machinery.files import lock
+    from machinery.files import UserError, lock
     from machinery.runs import write_plan
 
     changed = replace(run, plan=make_plan(plain(run.plan), changes))
     with lock(run.directory):
         stage = "dataset" if section == "dataset" else changed.plan.train.model
-        begun = (run.directory / stage / "config.json").exists()
-        if changed.plan != run.plan and name is None and not begun:
+        begun = run.directory / stage / "config.json"
+        amended = changed.plan != run.plan and name is None and not begun.exists()
+        if amended:
             write_plan(run.directory, plain(changed.plan))
-        yield changed
+        try:
+            yield changed
+        except UserError:
+            if amended and not begun.exists():  # nothing was made: the mistake is forgotten again
+                write_plan(run.directory, plain(run.plan))
+            raise
 
 
 # --- stages -----------------------------------------------------------------------------------------

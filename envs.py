@@ -22,7 +22,7 @@ from machinery import viewer
 from machinery.config import require_at_least, require_choices
 from machinery.engine import map_episodes
 from machinery.files import UserError
-from machinery.robots import contact_sensor, load_robot
+from machinery.robots import contact_sensor, load_robot, start_on_joints
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,12 @@ class TaskConfig:
     # brax's physics; spring is the descendant of what the paper ran on
     backend: Literal["spring", "positional", "generalized", "mjx"] = "spring"
     reach: float | None = None  # omni tasks: descriptors lie in [-reach, reach]²; the task's own
+    # The robot that brax ships, or one like the paper's, which ran on Brax v1 (docs/robots.md).
+    robot: Literal["brax", "v1"] = "brax"
+    # Random numbers at the start: on the joints alone, as in the paper, or brax's own, on everything.
+    start: Literal["joints", "brax"] = "joints"
+    # Equations 2 and 3, or what the framework of the paper's time gives: 1 − ½‖a‖² and v − 0.1‖a‖².
+    reward: Literal["paper", "framework"] = "paper"
 
     def __post_init__(self) -> None:
         require_choices(self)
@@ -149,6 +155,9 @@ class PointOmni(Task):
 # --- brax tasks -----------------------------------------------------------------------------------
 
 
+V1 = ("ant", "halfcheetah")  # robots that `machinery/bodies` describes like the paper's
+
+
 class BraxTask(Task):
     """A brax robot with the paper's reward and descriptor in place of brax's own reward and end.
 
@@ -159,6 +168,7 @@ class BraxTask(Task):
     in_lanes: ClassVar[bool] = False  # whether `machinery/lanes.py` is worth its compile time
 
     env: Any = eqx.field(static=True)
+    config: TaskConfig = eqx.field(static=True)
     length: int
     observation_size: int
     action_size: int
@@ -169,7 +179,12 @@ class BraxTask(Task):
     axes: tuple[str, ...]
 
     def __init__(self, config: TaskConfig):
-        self.env = load_robot(self.robot, config.backend, self.in_lanes)
+        if config.robot == "v1" and (self.robot not in V1 or config.backend != "spring"):
+            raise UserError(f"robots like v1's are {' and '.join(V1)}, on spring.")
+        if config.robot == "v1" and config.start != "joints":
+            raise UserError("robots like v1's start on their joints.")
+        self.env = load_robot(self.robot, config.robot, config.backend, self.in_lanes)
+        self.config = config
         self.length = config.length
         self.observation_size = int(self.env.observation_size)
         self.action_size = int(self.env.action_size)
@@ -199,6 +214,9 @@ class BraxTask(Task):
 
     def reset(self, key: Key[Array, ""]) -> State:
         start = self.env.reset(key)
+        if self.config.start == "joints":
+            physics = start_on_joints(self.env, key)
+            start = start.replace(pipeline_state=physics, obs=self.observe(physics))
         nothing = jnp.zeros(self.descriptor_size)
         return State(start, start.obs, jnp.zeros(()), nothing, jnp.zeros((), jnp.int32))
 
@@ -208,6 +226,10 @@ class BraxTask(Task):
         time = state.time + 1
         descriptor = self.describe(now, state.descriptor, time)
         return State(after, after.obs, self.reward(before, now, action), descriptor, time)
+
+    def observe(self, physics: Any) -> Float[Array, " observation"]:
+        """What the robot sees at the start, from brax's pipeline state."""
+        return self.env._get_obs(physics)
 
     def scene(self) -> viewer.Scene:
         return viewer.scene_from_brax(self.env.sys)
@@ -229,12 +251,16 @@ class OmniTask(BraxTask):
         return (-reach, -reach), (reach, reach)
 
     def lowest_reward(self) -> float:
+        if self.config.reward == "framework":
+            return 1 - 0.5 * self.action_size
         return -(self.action_size**0.5)
 
     def axis_names(self) -> tuple[str, ...]:
         return END_OF_THE_WAY
 
     def reward(self, before: Any, after: Any, action: Float[Array, " action"]) -> Float[Array, ""]:
+        if self.config.reward == "framework":  # without its cost of contacts
+            return 1 - 0.5 * jnp.sum(action**2)
         return -norm(action)
 
     def describe(
@@ -257,7 +283,10 @@ class UniTask(BraxTask):
         return (0.0,) * len(self.feet), (1.0,) * len(self.feet)
 
     def lowest_reward(self) -> float:
-        return -self.slowest - self.action_size**0.5
+        effort = (
+            0.1 * self.action_size if self.config.reward == "framework" else self.action_size**0.5
+        )
+        return -self.slowest - effort
 
     def axis_names(self) -> tuple[str, ...]:
         return tuple(f"{foot} on the ground (share of steps)" for foot in self.foot_names())
@@ -269,7 +298,9 @@ class UniTask(BraxTask):
         return viewer.scene_from_brax(self.env.sys, self.feet)
 
     def reward(self, before: Any, after: Any, action: Float[Array, " action"]) -> Float[Array, ""]:
-        return (after.x.pos[0, 0] - before.x.pos[0, 0]) / self.dt - norm(action)
+        framework = self.config.reward == "framework"
+        effort = 0.1 * jnp.sum(action**2) if framework else norm(action)
+        return (after.x.pos[0, 0] - before.x.pos[0, 0]) / self.dt - effort
 
     def describe(
         self, physics: Any, before: Float[Array, " d"], time: Int[Array, ""]
@@ -278,6 +309,8 @@ class UniTask(BraxTask):
         return before + (touching - before) / time  # running mean
 
     def feet_on_ground(self, physics: Any) -> Bool[Array, " feet"]:
+        if self.config.robot == "v1":  # pushed by the ground at any time during the step
+            return physics.contact[jnp.array(self.feet)] > 0
         return contact_sensor(self.env, self.feet)(physics.x)
 
     def touching(self, state: State) -> Bool[Array, " feet"]:
@@ -306,6 +339,9 @@ class Walker2dUni(UniTask):
 
 class HumanoidOmni(OmniTask):
     robot, own_reach = "humanoid", 15.0
+
+    def observe(self, physics: Any) -> Float[Array, " observation"]:
+        return self.env._get_obs(physics, jnp.zeros(self.action_size))
 
 
 TASKS: dict[str, Any] = {

@@ -24,7 +24,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, Num
 
 from envs import Episodes, State, Task, rollout
 from machinery.config import require_at_least, require_layers
@@ -272,7 +272,7 @@ class Rule:
     about: str
     colour: str
     characterise: Callable[[Array, Array, Array], Character]  # how episodes are summed up
-    replaces: Callable[[Character, Character], Array]  # when one policy replaces another
+    replaces: Callable[[Character, Character], Bool[Array, ""]]  # when one policy replaces another
     least_episodes: int = 1  # that its comparison makes sense with
     several: bool = True  # whether it plays `config.episodes` per policy, or a single one
     select: Callable[..., MLP] = select_uniformly  # how parents are selected
@@ -321,7 +321,7 @@ class Offspring(NamedTuple):
 def insert(
     repertoire: Repertoire,
     offspring: Offspring,
-    replaces: Callable[[Character, Character], Array],
+    replaces: Callable[[Character, Character], Bool[Array, ""]],
 ) -> tuple[Repertoire, Int[Array, ""]]:
     """Inserts a batch exactly as if its members came one after another; also counts acceptances.
 
@@ -446,7 +446,7 @@ class MapElites(eqx.Module):
 
     def step(
         self, state: SearchState, key: Key[Array, ""]
-    ) -> tuple[SearchState, dict[str, Array | None]]:
+    ) -> tuple[SearchState, dict[str, Num[Array, ""] | None]]:
         """One pass through the loop, for a batch: variation, evaluation, insertion."""
         vary_key, play_key = jax.random.split(key)
         offspring = self.propose(state.repertoire, self.config.batch, key=vary_key)
@@ -474,11 +474,11 @@ class MapElites(eqx.Module):
 
     def insert(
         self, repertoire: Repertoire, policies: MLP, episodes: Episodes
-    ) -> tuple[Repertoire, dict[str, Array | None]]:
+    ) -> tuple[Repertoire, dict[str, Num[Array, ""] | None]]:
         """What follows the episodes in every algorithm: characterise, insert, count."""
         offspring = Offspring(policies, *characterise(self.rule, episodes, repertoire.centroids))
         repertoire, insertions = insert(repertoire, offspring, self.rule.replaces)
-        metrics: dict[str, Array | None] = {**repertoire_metrics(self.task, repertoire)}
+        metrics: dict[str, Num[Array, ""] | None] = {**repertoire_metrics(self.task, repertoire)}
         if self.episodes == 1:
             metrics["mean_spread"] = None  # one episode has none
         metrics |= {"insertions": insertions, "diverged": episodes.diverged.sum()}
@@ -491,7 +491,7 @@ def make_search(task: Task, config: SearchConfig) -> MapElites:
 
 
 @eqx.filter_jit
-def repertoire_metrics(task: Task, repertoire: Repertoire) -> dict[str, Array]:
+def repertoire_metrics(task: Task, repertoire: Repertoire) -> dict[str, Float[Array, ""]]:
     """Coverage, maximum fitness and QD score, as in the paper's figure 10.
 
     The QD score adds up fitness − worst possible fitness, so that every further cell makes it grow.

@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int, Key, PyTree
+from jaxtyping import Array, Float, Int, Key, Num, PyTree
 
 from envs import Episodes, Task, transitions
 from machinery.config import require_at_least, require_layers
@@ -426,7 +426,7 @@ class PGAME(MapElites):
 
     def step(
         self, state: PGAMEState, key: Key[Array, ""]
-    ) -> tuple[PGAMEState, dict[str, Array | None]]:
+    ) -> tuple[PGAMEState, dict[str, Num[Array, ""] | None]]:
         """One pass through the loop: variation and training, evaluation, insertion."""
         vary_key, play_key = jax.random.split(key)
         offspring, td3, loss = self.vary_and_train(state, key=vary_key)

@@ -185,7 +185,7 @@ class ConditionedPolicy(eqx.Module):
         """Which arrays Muon is for: matrices between hidden layers."""
         return jax.tree.map(lambda x: False, self)
 
-    def diagnose(self, batch: Trajectory) -> dict[str, Array]:
+    def diagnose(self, batch: Trajectory) -> dict[str, Float[Array, "..."]]:
         """Numbers about trajectories that were not learned from, which help to see what is wrong."""
         return {}
 
@@ -286,8 +286,12 @@ class Layer(eqx.Module):
         y = causal_attention(q[:, first::stride], k, v, seed_attention, self.dropout, first, stride)
         return self.finish(x[first::stride], y, *seeds_residual)
 
-    def project(self, x: Float[Array, "token width"]):
-        """Queries [head, token, d], keys and values [head, d, token]."""
+    def project(
+        self, x: Float[Array, "token width"]
+    ) -> tuple[
+        Float[Array, "head token d"], Float[Array, "head d token"], Float[Array, "head d token"]
+    ]:
+        """Queries, keys and values."""
         qkv = self.query_key_value(self.norm_attention(x)).T
         q, k, v = qkv.reshape(3, self.heads, -1, len(x))
         return q.transpose(0, 2, 1), k, v
@@ -419,7 +423,7 @@ class QDT(ConditionedPolicy):
         )
         return jnp.mean((predicted - trajectory.actions) ** 2, axis=-1)
 
-    def diagnose(self, batch: Trajectory) -> dict[str, Array]:
+    def diagnose(self, batch: Trajectory) -> dict[str, Float[Array, "..."]]:
         """The loss when actions are hidden (far above the loss, it copies instead of looking), and the
         error over the steps of an episode."""
         return {
@@ -756,7 +760,7 @@ class Training:
 
 
 @eqx.filter_jit
-def diagnose(model: ConditionedPolicy, unseen: Trajectory) -> dict[str, Array]:
+def diagnose(model: ConditionedPolicy, unseen: Trajectory) -> dict[str, Float[Array, "..."]]:
     return {"held_out_loss": loss(model, unseen)} | model.diagnose(unseen)
 
 

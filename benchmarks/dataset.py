@@ -26,7 +26,9 @@ import numpy as np
 import dataset as ds
 import envs
 import me_ls
-import runs
+from machinery import machine
+from machinery.runs import Stage
+from machinery.streams import stream
 
 ZONES = 100  # the paper's for Ant-Omni
 QDT_APPETITE = (
@@ -41,7 +43,7 @@ def peak_gib() -> float:
 def made_up_repertoire(task: envs.Task) -> me_ls.Repertoire:
     """One random policy per zone, with the zone's centroid for a descriptor: every zone has one."""
     keys = jax.random.split(jax.random.key(0), ZONES)
-    centroids = me_ls.cvt(task.low, task.high, ZONES, key=ds._keys(0)[0])
+    centroids = me_ls.cvt(task.low, task.high, ZONES, key=stream(0, "zones"))
     zeros = jnp.zeros(ZONES)
     policies = me_ls.random_policies(task, (256, 256), keys)
     return me_ls.Repertoire(policies, zeros, centroids, zeros, centroids)
@@ -52,7 +54,7 @@ def measure_build(directory: Path, trajectories: int, length: int) -> dict[str, 
     config = ds.DatasetConfig(trajectories=trajectories, selection_episodes=2)
     repertoire = made_up_repertoire(task)
 
-    shard = min(trajectories, config.shard_size)
+    shard = min(trajectories, machine.settings().shard_size)
     keys = jax.random.split(jax.random.key(1), (ZONES, max(1, shard // ZONES)))
     members = ds._members(repertoire, np.arange(ZONES))
 
@@ -63,7 +65,7 @@ def measure_build(directory: Path, trajectories: int, length: int) -> dict[str, 
 
     engine_rate()  # compiles
     rates, times = [], []
-    play, write = ds.play_shard, ds._write_shard
+    play, write = ds.play_shard, ds.write_shard
 
     def timed_play(*arguments):
         if len(times) % 2 == 0:
@@ -76,8 +78,8 @@ def measure_build(directory: Path, trajectories: int, length: int) -> dict[str, 
         times[-1] += [time.monotonic(), shard.rows]
         return shard
 
-    ds.play_shard, ds._write_shard = timed_play, timed_write
-    dataset = ds.build(task, repertoire, config, 0, runs.Stage(directory, {"dataset": config}))
+    ds.play_shard, ds.write_shard = timed_play, timed_write
+    dataset = ds.build(task, repertoire, config, 0, Stage(directory, {"dataset": config}))
     engine = float(np.median(rates))  # medians: a shared machine has hiccups
     shards = [rows * length / (end - begin) for begin, end, rows in times]
     rate = float(np.median(shards[1:] or shards))  # the first shard compiles
@@ -89,7 +91,7 @@ def measure_build(directory: Path, trajectories: int, length: int) -> dict[str, 
         "build_peak_gib": peak_gib(),
         "trajectories": len(dataset),
         "shards": len(dataset.meta.shards),
-        "diverged": dataset.diverged,
+        "diverged": dataset.left_out["diverged"],
         "disk_bytes": stored,
         "computed_bytes": ds.bytes_on_disk(task, config),
         "bytes_per_trajectory": stored / len(dataset),
@@ -110,16 +112,16 @@ def measure_reader(directory: Path) -> dict[str, float]:
 
     def rate(batch_size: int, count: int) -> float:
         """Trajectories per second of a consumer that does nothing else."""
-        batches = ds.batches(dataset, batch_size, seed=0)
+        batches = ds.BatchReader(dataset, batch_size, seed=0)
         began = time.monotonic()
-        for _ in range(count):
-            next(batches)
+        for step in range(count):
+            batches(step)
         taken = time.monotonic() - began
-        batches.close()
+        batches.background.shutdown()
         return count * batch_size / taken
 
     for batch_size in (8, 256):
-        count = max(1, len(dataset) // batch_size)
+        count = len(dataset) // batch_size
         drop_page_cache(directory)
         cold = rate(batch_size, count)
         warm = rate(batch_size, count)
@@ -142,7 +144,7 @@ def main() -> None:
     parser.add_argument("--part", choices=("build", "reader"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part:
-        envs.prepare_jax()
+        machine.prepare_jax()
         if options.part == "build":
             numbers = measure_build(options.directory, options.trajectories, options.length)
         else:

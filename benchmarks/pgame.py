@@ -5,7 +5,7 @@
 Prints, and writes with --json:
 
     seconds        of one iteration by part, the best of `--repeats`
-    replay         bytes of the buffer on each device, what its size says, and whether it stays in place
+    replay         bytes of the buffer on each device, and what its size says
     sharding       seconds of the variation by gradient on one and on two CPU devices, each in a process
                    of its own, at equal chunks, and whether the offspring are the same bit for bit
 
@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import envs
 import me_ls
 import pgame_ls
+from machinery.machine import prepare_jax, replicate
 
 
 def best_of(repeats: int, function: Callable[[], Any]) -> tuple[float, Any]:
@@ -47,8 +48,8 @@ def best_of(repeats: int, function: Callable[[], Any]) -> tuple[float, Any]:
     return seconds, result
 
 
-def example(arguments: argparse.Namespace) -> tuple[envs.Task, pgame_ls.PGAMEConfig, Any]:
-    """A task, a config and a state whose repertoire is full and whose buffer holds random numbers."""
+def example(arguments: argparse.Namespace) -> tuple[pgame_ls.PGAME, pgame_ls.PGAMEState]:
+    """A search and a state whose repertoire is full and whose buffer holds random numbers."""
     task = envs.make_task(envs.TaskConfig(arguments.task, length=arguments.length))
     config = pgame_ls.PGAMEConfig(
         algo=arguments.algo,
@@ -60,7 +61,8 @@ def example(arguments: argparse.Namespace) -> tuple[envs.Task, pgame_ls.PGAMECon
         td3_batch=arguments.td3_batch,
         replay=arguments.replay,
     )
-    state = pgame_ls.first_state(task, config, key=jax.random.key(0))
+    search = pgame_ls.PGAME(task, config)
+    state = search.init(jax.random.key(0))
     keys = jax.random.split(jax.random.key(1), config.cells)
     policies = me_ls.random_policies(task, config.hidden, keys)
     replay = state.replay
@@ -76,72 +78,53 @@ def example(arguments: argparse.Namespace) -> tuple[envs.Task, pgame_ls.PGAMECon
         state,
         (policies, jnp.zeros(config.cells), noise, size),
     )
-    return task, config, envs.replicate(state)
+    return search, replicate(state)
 
 
 def gradient_variation(
     config: pgame_ls.PGAMEConfig, state: pgame_ls.PGAMEState, together: int | None
 ) -> Callable[[], me_ls.MLP]:
-    parents = me_ls.select(state.repertoire, config.by_gradient, key=jax.random.key(3))
+    parents = me_ls.select_uniformly(state.repertoire, config.by_gradient, key=jax.random.key(3))
     critic, replay, key = pgame_ls.first_of(state.td3.critics), state.replay, jax.random.key(4)
     return lambda: pgame_ls.vary_by_gradient(config, parents, critic, replay, together, key=key)
 
 
 def parts(arguments: argparse.Namespace) -> dict[str, Any]:
     """Seconds of each part of an iteration, and the memory of the buffer."""
-    task, config, state = example(arguments)
-    repeats = arguments.repeats
+    search, state = example(arguments)
+    task, config, repeats = search.task, search.config, arguments.repeats
     seconds = {}
     seconds["variation by gradient"], climbed = best_of(
         repeats, gradient_variation(config, state, arguments.together)
     )
     seconds["iso+line"], varied = best_of(
         repeats,
-        lambda: me_ls.propose(
-            task, config, state.repertoire, 1, config.by_variation, key=jax.random.key(5)
-        ),
+        lambda: search.propose(state.repertoire, config.by_variation, key=jax.random.key(5)),
     )
     seconds["critic training"], (td3, _) = best_of(
         repeats,
         lambda: pgame_ls.train(config, state.td3, state.replay, key=jax.random.key(6)),
     )
-    offspring = pgame_ls.join(td3.actor, [varied, climbed])
-    keys = jax.random.split(jax.random.key(7), (config.batch, config.episodes_played))
-    seconds["episodes"], episodes = best_of(
-        repeats, lambda: envs.rollout(task, offspring, keys, record="transitions")
+    offspring = jax.tree.map(
+        lambda actor, *others: jnp.concatenate([actor[None], *others]), td3.actor, varied, climbed
     )
-
-    replay, repertoire = state.replay, state.repertoire
-    before = addresses(replay)
-
-    def write() -> pgame_ls.Replay:
-        nonlocal replay
-        replay = pgame_ls.remember(episodes, replay)
-        return replay
-
-    def insert() -> me_ls.Repertoire:
-        nonlocal repertoire
-        repertoire, _ = me_ls.insert_played(config, repertoire, offspring, episodes)
-        return repertoire
-
-    seconds["buffer"], _ = best_of(repeats, write)
-    seconds["insertion"], _ = best_of(repeats, insert)
-    steps = config.batch * config.episodes_played * task.length
+    seconds["episodes"], episodes = best_of(
+        repeats,
+        lambda: search.play(offspring, key=jax.random.key(7), record=envs.transitions),
+    )
+    seconds["buffer"], replay = best_of(repeats, lambda: pgame_ls.remember(state.replay, episodes))
+    seconds["insertion"], _ = best_of(
+        repeats, lambda: search.insert(state.repertoire, offspring, episodes)
+    )
+    steps = search.steps_per_iteration
     return {
         "setting": vars(arguments) | {"devices": jax.device_count(), "steps": steps},
         "seconds": seconds,
         "replay": {
             "bytes per device": held_by_one_device(replay),
             "expected bytes": expected_bytes(task, config),
-            "in place": addresses(replay) == before,
         },
     }
-
-
-def addresses(replay: pgame_ls.Replay) -> list[int]:
-    """Where the large arrays of the buffer lie, on all devices."""
-    arrays = (replay.observations, replay.actions, replay.rewards)
-    return [s.data.unsafe_buffer_pointer() for x in arrays for s in x.addressable_shards]
 
 
 def held_by_one_device(replay: pgame_ls.Replay) -> int:
@@ -171,9 +154,9 @@ def sharding(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def only_gradient(arguments: argparse.Namespace) -> dict[str, Any]:
-    _, config, state = example(arguments)
+    search, state = example(arguments)
     seconds, climbed = best_of(
-        arguments.repeats, gradient_variation(config, state, arguments.together)
+        arguments.repeats, gradient_variation(search.config, state, arguments.together)
     )
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(climbed):
@@ -197,7 +180,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only-gradient", type=int, metavar="DEVICES", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    envs.prepare_jax()
+    prepare_jax()
     if arguments.only_gradient:
         jax.config.update("jax_num_cpu_devices", arguments.only_gradient)
         print(json.dumps(only_gradient(arguments)))
@@ -211,10 +194,9 @@ def main() -> None:
         print(f"{name:<24}{seconds:9.3f} s {seconds / total:7.1%}")
     print(f"{'one iteration':<24}{total:9.3f} s, {found['setting']['steps'] / total:,.0f} steps/s")
     replay, shards = found["replay"], found["sharding"]
-    place = "in place" if replay["in place"] else "COPIED"
     print(
         f"buffer: {replay['bytes per device']:,} bytes on each device "
-        f"(its size says {replay['expected bytes']:,}), written {place}"
+        f"(its size says {replay['expected bytes']:,})"
     )
     same = "the same" if shards["same offspring"] else "DIFFERENT"
     print(

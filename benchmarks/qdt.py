@@ -21,18 +21,34 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 STEPS = 250  # of an episode: 750 tokens
-ANT = {"descriptor_size": 2, "observation_size": 27, "action_size": 8}
+ANT = {"descriptor": 2, "observation": 27, "action": 8}
 MODELS = {
     "width-128": {"width": 128, "layers": 2, "heads": 4, "batch": 16},
     "paper": {"width": 256, "layers": 4, "heads": 8, "batch": 4},
 }
 TURNS, TRIES = 5, 2
+TOTAL = 1000  # steps of the training that a step is part of
 
 
 def seconds(function) -> float:
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
+
+
+def train_step(config, model, moments, trajectories) -> None:
+    """One step as a training makes it on this machine."""
+    import jax
+
+    import qdt
+    from machinery.machine import micro_batch
+
+    key, at_once = jax.random.key(1), micro_batch(STEPS)
+    jax.block_until_ready(
+        qdt.train_step(
+            model, moments, trajectories, key, config=config, total=TOTAL, micro_batch=at_once
+        )
+    )
 
 
 # ------------------------------------------------------------------- the peer, under its Python
@@ -50,8 +66,8 @@ def serve_torch(name: str) -> None:
     model = transformers.DecisionTransformerModel(
         transformers.DecisionTransformerConfig(
             attn_implementation="eager",  # the faster of its two here: 4.7 against 4.2 a second
-            state_dim=ANT["observation_size"],
-            act_dim=ANT["action_size"],
+            state_dim=ANT["observation"],
+            act_dim=ANT["action"],
             hidden_size=size["width"],
             n_layer=size["layers"],
             n_head=size["heads"],
@@ -64,8 +80,8 @@ def serve_torch(name: str) -> None:
         )
     ).train()
     optimiser = torch.optim.AdamW(model.parameters(), lr=7e-4)
-    states = torch.randn(batch, STEPS, ANT["observation_size"])
-    actions = torch.rand(batch, STEPS, ANT["action_size"]) * 2 - 1
+    states = torch.randn(batch, STEPS, ANT["observation"])
+    actions = torch.rand(batch, STEPS, ANT["action"]) * 2 - 1
     # Its conditioning is a return of one number where ours is a descriptor of two.
     returns = torch.randn(batch, STEPS, 1)
     timesteps = torch.arange(STEPS).expand(batch, STEPS)
@@ -94,19 +110,21 @@ def serve_torch(name: str) -> None:
 
 
 def make(batch: int, **sizes):
-    """A model with the state of its training, and random trajectories."""
+    """A config, a model, the moments of its optimiser, and random trajectories."""
     import jax
 
     import qdt
+    from dataset import Sizes, Trajectory
 
+    config = qdt.QDTConfig(batch_size=batch, **sizes)
     keys = jax.random.split(jax.random.key(0), 4)
-    model = jax.jit(lambda key: qdt.QDT(qdt.QDTConfig(**sizes), **ANT, steps=STEPS, key=key))
-    trajectories = qdt.Trajectory(
-        jax.random.normal(keys[0], (batch, ANT["descriptor_size"])),
-        jax.random.normal(keys[1], (batch, STEPS, ANT["observation_size"])),
-        jax.random.uniform(keys[2], (batch, STEPS, ANT["action_size"]), minval=-1),
+    model = jax.jit(lambda key: qdt.QDT(config, Sizes(length=STEPS, **ANT), key=key))(keys[3])
+    trajectories = Trajectory(
+        jax.random.normal(keys[0], (batch, ANT["descriptor"])),
+        jax.random.normal(keys[1], (batch, STEPS, ANT["observation"])),
+        jax.random.uniform(keys[2], (batch, STEPS, ANT["action"]), minval=-1),
     )
-    return qdt.initial_state(model(keys[3])), trajectories
+    return config, model, qdt.optimiser(config, TOTAL).init(model), trajectories
 
 
 def operations(width: int, layers: int, **_) -> int:
@@ -122,17 +140,12 @@ def operations(width: int, layers: int, **_) -> int:
 
 
 def measure_training(name: str, torch_python: str | None) -> dict:
-    import jax
-
-    import qdt
-
     sizes = dict(MODELS[name])
     batch = sizes.pop("batch")
-    state, trajectories = make(batch, **sizes)
-    key = jax.random.key(1)
+    training = make(batch, **sizes)
 
     def step():
-        jax.block_until_ready(qdt.train_step(state, trajectories, key))
+        train_step(*training)
 
     result = {"batch": batch, "compile_seconds": seconds(step)}
     peer = None
@@ -196,11 +209,11 @@ def measure_decoding(lengths=(50, 100, 250), batches=(1, 4, 16, 64)) -> dict:
     from jax.sharding import PartitionSpec
 
     import qdt
-    from envs import devices
+    from machinery.machine import devices
 
     sizes = {key: MODELS["width-128"][key] for key in ("width", "layers", "heads")}
-    state, trajectories = make(1, **sizes)
-    model, target = state.model, trajectories.descriptor[0]
+    _, model, _, trajectories = make(1, **sizes)
+    target = trajectories.descriptor[0]
     observations, actions = trajectories.observations[0], trajectories.actions[0]
 
     def episode(model, observations, actions):
@@ -255,12 +268,7 @@ def measure_decoding(lengths=(50, 100, 250), batches=(1, 4, 16, 64)) -> dict:
 
 def measure_memory() -> None:
     """Prints the peak of a process that makes one step of training at the paper's size and batch."""
-    import jax
-
-    import qdt
-
-    state, trajectories = make(256)
-    jax.block_until_ready(qdt.train_step(state, trajectories, jax.random.key(1)))
+    train_step(*make(256))
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
 
 

@@ -23,14 +23,16 @@ EPISODES = 10
 
 
 def ours(policies: int, length: int, repeats: int) -> dict[str, dict[str, float]]:
+    sys.path.insert(0, str(Path(__file__).parents[1]))
     import equinox as eqx
     import jax
     import jax.numpy as jnp
 
     import envs
     import me_ls
+    from machinery.machine import prepare_jax, replicate
 
-    envs.prepare_jax()
+    prepare_jax()
 
     class Constant(eqx.Module):
         """A policy that costs nothing."""
@@ -46,10 +48,9 @@ def ours(policies: int, length: int, repeats: int) -> dict[str, dict[str, float]
     results = {}
     for name in TASKS:
         task = envs.make_task(envs.TaskConfig(name, length=length))
-        keys = envs.replicate(jax.random.split(jax.random.key(0), (policies, EPISODES)))
-        networks = envs.replicate(me_ls.random_policies(task, (256, 256), keys[:, 0]))
-        constant = Constant(jnp.full((policies, task.action_size), 0.1))
-        networks, constant = envs.replicate((networks, constant))
+        keys = replicate(jax.random.split(jax.random.key(0), (policies, EPISODES)))
+        networks = replicate(me_ls.random_policies(task, (256, 256), keys[:, 0]))
+        constant = replicate(Constant(jnp.full((policies, task.action_size), 0.1)))
         work = {
             "bare": lambda t=task, c=constant, k=keys: envs.rollout(t, c, k),
             "engine": lambda t=task, n=networks, k=keys: envs.rollout(t, n, k),

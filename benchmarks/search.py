@@ -8,6 +8,7 @@ physics should be nearly all of it: everything else has to stay under 5 %.
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -16,9 +17,13 @@ from typing import Any
 
 import jax
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import envs
 import me_ls
-import runs
+from machinery.files import save_arrays
+from machinery.machine import prepare_jax, replicate
+from machinery.runs import Stage
 
 LIMIT = 0.05  # share of a generation that is not episodes
 
@@ -35,32 +40,29 @@ def timed(work: Callable[[], Any], repeats: int) -> tuple[float, Any]:
 
 
 def measure(task_config: envs.TaskConfig, config: me_ls.SearchConfig, repeats: int) -> dict:
-    task, rule = envs.make_task(task_config), me_ls.RULES[config.algo]
+    task, rule = envs.make_task(task_config), me_ls.find_rule(config.algo)
+    search = me_ls.make_search(task, config)
     began = time.perf_counter()
-    state = envs.replicate(me_ls.first_state(task, config, key=jax.random.key(0)))
+    state = replicate(search.init(jax.random.key(0)))
     jax.block_until_ready(state)
     start = time.perf_counter() - began
-    state, _ = me_ls.iterate(task, config, state, 0, key=jax.random.key(1))
-    repertoire = state.repertoire
-    keys = jax.random.split(jax.random.key(2), (config.batch, config.episodes))
+    state, _ = search.step(state, jax.random.key(1))
+    before = state.repertoire
 
     seconds = {}
     seconds["variation"], policies = timed(
-        lambda: me_ls.propose(task, config, repertoire, 1, config.batch, key=jax.random.key(3)),
-        10,
+        lambda: search.propose(before, config.batch, key=jax.random.key(3)), 10
     )
-    seconds["episodes"], episodes = timed(lambda: envs.rollout(task, policies, keys), repeats)
-    seconds["characterisation"], offspring = timed(
-        lambda: me_ls.characterise(rule, policies, episodes, repertoire.centroids), 10
+    seconds["episodes"], episodes = timed(
+        lambda: search.play(policies, key=jax.random.key(2)), repeats
     )
-
-    # Insertion changes its repertoire in place: each repetition goes on with the one before.
-    def insert() -> Any:
-        nonlocal repertoire
-        repertoire, insertions = me_ls.insert(offspring, repertoire, rule.replaces)
-        return insertions
-
-    seconds["insertion"], _ = timed(insert, 10)
+    seconds["characterisation"], described = timed(
+        lambda: me_ls.characterise(rule, episodes, before.centroids), 10
+    )
+    offspring = me_ls.Offspring(policies, *described)
+    seconds["insertion"], (repertoire, _) = timed(
+        lambda: me_ls.insert(before, offspring, rule.replaces), 10
+    )
 
     def metrics() -> dict[str, float]:
         found = me_ls.repertoire_metrics(task, repertoire)
@@ -68,18 +70,17 @@ def measure(task_config: envs.TaskConfig, config: me_ls.SearchConfig, repeats: i
 
     seconds["metrics"], row = timed(metrics, 10)
     with tempfile.TemporaryDirectory() as directory:
-        stage = runs.Stage(Path(directory), {})
+        stage = Stage(Path(directory), {})
         seconds["logging"], _ = timed(lambda: stage.log(row | {"iteration": 0}), 10)
         path = Path(directory) / "checkpoint"
-        checkpoint, _ = timed(lambda: runs.save_tree(path, repertoire), 3)
+        checkpoint, _ = timed(lambda: save_arrays(path, repertoire), 3)
 
     total = sum(seconds.values())
-    played = config.batch * config.episodes * task.length
     return {
         "seconds": seconds,
         "generation": total,
         "overhead": 1 - seconds["episodes"] / total,
-        "steps_per_second": played / total,
+        "steps_per_second": search.steps_per_iteration / total,
         "checkpoint": checkpoint,  # every two minutes, so not part of a generation
         "start": start,  # tessellation and empty repertoire, compiled: once
     }
@@ -97,7 +98,7 @@ def main() -> None:
     )
     chosen = options.parse_args()
 
-    envs.prepare_jax()
+    prepare_jax()
     task_config = envs.TaskConfig(chosen.task, chosen.length)
     config = me_ls.SearchConfig("me-ls", batch=chosen.batch, cells=chosen.cells)
     found = measure(task_config, config, chosen.repeats)

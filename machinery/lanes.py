@@ -27,6 +27,7 @@ from jax import numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Literal, Primitive
 from jax.interpreters import batching, mlir
+from jaxtyping import Array, Float
 
 Number = (
     Any  # of one place in an array: a vector over the batch (traced), or a NumPy scalar (known)
@@ -197,7 +198,7 @@ class _Walk:
             return self.loop(params, inputs)
         if inner is not None and name != "scatter-add":
             return self.all(inner, inputs)
-        if name in ("copy", "device_put"):
+        if name in ("copy", "device_put", "reshard"):
             return list(inputs)
         if name in MOVES:
             return [MOVES[name](params, shape, *inputs)]
@@ -365,34 +366,46 @@ MOVES: dict[str, Callable[..., Numbers]] = {
 # --- one step of brax's spring physics --------------------------------------------------------------
 
 
-def spring_step(env: Any) -> Callable[[Any, jax.Array], Any]:
-    """`env.pipeline_step` of a spring environment, in lanes.
-
-    All that brax carries follows from the bodies' positions and velocities; only these two pass from
-    one sub-step to the next, and whatever a sub-step computes beyond them is never computed at all.
-    """
+def spring_state(sys: Any, x_i: Any, xd_i: Any, contact: Any = None) -> Any:
+    """All that brax's spring physics carries; it follows from the bodies' positions and velocities."""
     from brax import com, kinematics
-    from brax.spring import pipeline
     from brax.spring.base import State
 
-    sys, mass = env.sys, env.sys.link.inertia.mass ** (1 - env.sys.spring_mass_scale)
+    x, xd = com.to_world(sys, x_i, xd_i)
+    j, jd, a_p, a_c = kinematics.world_to_joint(sys, x, xd)
+    q, qd = kinematics.inverse(sys, j, jd)
+    i_inv = com.inv_inertia(sys, x)
+    mass = sys.link.inertia.mass ** (1 - sys.spring_mass_scale)
+    return State(
+        q=q, qd=qd, x=x, xd=xd, contact=contact, x_i=x_i, xd_i=xd_i, j=j, jd=jd, a_p=a_p, a_c=a_c,
+        i_inv=i_inv, mass=mass,
+    )  # fmt: skip
 
-    def all_of(x_i: Any, xd_i: Any) -> Any:
-        x, xd = com.to_world(sys, x_i, xd_i)
-        j, jd, a_p, a_c = kinematics.world_to_joint(sys, x, xd)
-        q, qd = kinematics.inverse(sys, j, jd)
-        i_inv = com.inv_inertia(sys, x)
-        return State(
-            q=q, qd=qd, x=x, xd=xd, contact=None, x_i=x_i, xd_i=xd_i, j=j, jd=jd, a_p=a_p, a_c=a_c,
-            i_inv=i_inv, mass=mass,
-        )  # fmt: skip
+
+def spring_step(env: Any) -> Callable[[Any, Float[Array, " action"]], Any]:
+    """`env.pipeline_step` of a spring environment, in lanes.
+
+    Only the bodies' positions and velocities pass from one sub-step to the next (and, of a robot of
+    `robot_v1.py`, which links touched the ground); whatever a sub-step computes beyond them is never
+    computed at all.
+    """
+    from brax.spring import pipeline
+
+    sys = env.sys
+    substep_of = getattr(
+        env, "substep", lambda physics, action: pipeline.step(sys, physics, action)
+    )
 
     @in_lanes
-    def step(x_i: Any, xd_i: Any, action: jax.Array) -> Any:
-        def substep(bodies: tuple[Any, Any], _: None) -> tuple[tuple[Any, Any], None]:
-            after = pipeline.step(sys, all_of(*bodies), action)
-            return (after.x_i, after.xd_i), None
+    def step(x_i: Any, xd_i: Any, contact: Any, action: jax.Array) -> Any:
+        def substep(bodies: tuple[Any, Any, Any], _: None) -> tuple[tuple[Any, Any, Any], None]:
+            x_i, xd_i, touched = bodies
+            after = substep_of(spring_state(sys, x_i, xd_i), action)
+            if touched is not None:
+                touched = jnp.maximum(touched, after.contact)
+            return (after.x_i, after.xd_i, touched), None
 
-        return all_of(*lax.scan(substep, (x_i, xd_i), length=env._n_frames)[0])
+        nothing = None if contact is None else jnp.zeros_like(contact)
+        return spring_state(sys, *lax.scan(substep, (x_i, xd_i, nothing), length=env._n_frames)[0])
 
-    return lambda state, action: step(state.x_i, state.xd_i, action)
+    return lambda state, action: step(state.x_i, state.xd_i, state.contact, action)

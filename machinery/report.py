@@ -9,6 +9,7 @@ import base64
 import functools
 import html
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -55,10 +56,11 @@ class Found:
 
     def model_name(self, directory: str) -> str:
         """`qdt-naive` of an ME-LS run is QDT(ME-LS, naive)."""
-        kind = max((k for k in self.titles if f"{directory}-".startswith(f"{k}-")), key=len)
+        kinds = [kind for kind in self.titles if f"{directory}-".startswith(f"{kind}-")]
+        kind = max(kinds, key=len, default=directory)  # of a kind that is not registered here
         extra = directory.removeprefix(kind).removeprefix("-")
         method = f"{self.method}, {extra}" if extra else self.method
-        return f"{self.titles[kind]}({method})"
+        return f"{self.titles.get(kind, kind)}({method})"
 
 
 def with_results(run: Found) -> Found:
@@ -72,7 +74,7 @@ def with_results(run: Found) -> Found:
 
 def is_pruned(directory: str) -> bool:
     """Models of pruned datasets are compared with each other, not with the methods."""
-    return directory.partition("-")[2].startswith(("density", "tiles", "upper"))
+    return re.search(r"-(density-\d+|tiles|upper)$", directory) is not None
 
 
 ACCURACY = {n: {} for n in ("goals", "distance", "mean_distance", "mean_spread", "diverged")}
@@ -445,7 +447,8 @@ def _over_seeds(logs: Iterable[tuple[str, list[dict[str, Any]]]], x: str, y: str
     stacked = {}
     for name, seeds in curves.items():
         common = sorted(set.intersection(*map(set, seeds)))
-        stacked[name] = (np.array(common, float), np.array([[c[i] for i in common] for c in seeds]))
+        values = np.array([[curve[i] for i in common] for curve in seeds], float)
+        stacked[name] = (np.array(common, float), values)
     return stacked
 
 

@@ -9,14 +9,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Key
 
 from machinery.lanes import spring_step
 
+NOISE = 0.1  # of the start: joint angles (rad) and velocities (rad/s), uniform, as in the paper
+
 
 @functools.cache
-def load_robot(robot: str, backend: str, lanes: bool) -> Any:
-    """A brax environment; `lanes`: with its spring physics as arithmetic on long vectors on a CPU."""
+def load_robot(robot: str, kind: str, backend: str, in_lanes: bool) -> Any:
+    """A brax environment: brax's own robot, or one like the paper's (`kind` "v1").
+
+    `in_lanes`: with its spring physics as arithmetic on long vectors on a CPU.
+    """
     with _quiet():
         import brax.envs
         import mujoco
@@ -25,10 +30,29 @@ def load_robot(robot: str, backend: str, lanes: bool) -> Any:
         silence: Any = vars(mujoco)["set_mju_user_warning"]
         silence(lambda text: None)
         with _on_own_device():
-            env: Any = brax.envs.get_environment(robot, backend=backend)
-    if lanes and backend == "spring" and jax.default_backend() == "cpu":
+            env: Any
+            if kind == "v1":
+                from machinery.robot_v1 import RobotV1
+
+                env = RobotV1(robot)
+            else:
+                env = brax.envs.get_environment(robot, backend=backend)
+    if in_lanes and backend == "spring" and jax.default_backend() == "cpu":
         env.pipeline_step = spring_step(env)
     return env
+
+
+def start_on_joints(env: Any, key: Key[Array, ""]) -> Any:
+    """The paper's start: noise on the joints alone, the torso upright and at rest at x = y = 0."""
+    q_key, qd_key = jax.random.split(key)
+    root = env.sys.link_types[0]
+    root_q, root_qd = (7, 6) if root == "f" else (int(root), int(root))
+    count = env.sys.q_size() - root_q
+    noise = [jax.random.uniform(k, (count,), minval=-NOISE, maxval=NOISE) for k in (q_key, qd_key)]
+    q = jnp.asarray(env.sys.init_q).at[root_q:].add(noise[0])
+    qd = jnp.zeros(env.sys.qd_size()).at[root_qd:].set(noise[1])
+    set_down = getattr(env, "set_down", lambda q: q)  # brax's own robots start a little above
+    return env.pipeline_init(set_down(q), qd)
 
 
 @functools.cache

@@ -102,7 +102,7 @@ def page(
     title: str,
     scene: Scene,
     playbacks: Sequence[Playback],
-    target: Sequence[float] | np.ndarray,
+    target: Sequence[float] | Float[np.ndarray, " d"],
     bounds: Any,
     kind: Literal["omni", "uni"] = "omni",
     dt: float = 0.05,

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-import pipeline
-import runs
+from cli import open_run
+from machinery.files import read_json
 
 ROOT = Path(__file__).parents[1]
 CHANGES = [
@@ -25,12 +25,13 @@ CHANGES = [
 COMMAND = """
 import sys
 import jax
-import cli, envs
-devices, prepare = int(sys.argv.pop(1)), envs.prepare_jax
+import cli
+from machinery import machine
+devices, prepare = int(sys.argv.pop(1)), machine.prepare_jax
 def prepare_jax():
     prepare()
     jax.config.update("jax_num_cpu_devices", devices)
-envs.prepare_jax = prepare_jax
+machine.prepare_jax = prepare_jax
 cli.main()
 """
 
@@ -87,12 +88,12 @@ def test_two_processes_are_one_with_as_many_devices(tmp_path: Path):
         finish(start(4, *arguments))
     for arguments in stages(two):
         finish(*start_two(*arguments))
-    for pattern in ("search/repertoire.qdt", "dataset/*.npy"):
+    for pattern in ("search/repertoire.safetensors", "dataset/*.npy"):
         paths = sorted(one.glob(pattern))
         assert paths
         for path in paths:
             assert path.read_bytes() == (two / path.relative_to(one)).read_bytes(), path.name
-    first, second = (pipeline.load_model(pipeline.open_run(run)) for run in (one, two))
+    first, second = (open_run(run).model() for run in (one, two))
     leaves = zip(*map(jax.tree_util.tree_leaves_with_path, (first, second)), strict=True)
     for (path, one_leaf), (_, two_leaf) in leaves:
         name = jax.tree_util.keystr(path)
@@ -109,7 +110,7 @@ def test_two_processes_search_with_a_robot(tmp_path: Path):
     one, two = (("search", "--task", "ant-omni", "--out", tmp_path / n, *settings) for n in "12")
     finish(start(4, *one))
     finish(*start_two(*two))
-    first, second = (tmp_path / n / "search" / "repertoire.qdt" for n in "12")
+    first, second = (tmp_path / n / "search" / "repertoire.safetensors" for n in "12")
     assert first.read_bytes() == second.read_bytes()
 
 
@@ -138,7 +139,7 @@ def test_all_processes_stop_where_one_of_them_is_asked_to(tmp_path: Path):
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 130, errors
         assert "the same command continues" in errors.splitlines()[-1]
-    assert list(tmp_path.glob("search/checkpoint-*.qdt"))
+    assert list(tmp_path.glob("search/checkpoint-*.safetensors"))
 
 
 @pytest.mark.faults
@@ -148,13 +149,13 @@ def test_where_one_process_dies_the_other_ends_and_the_run_goes_on(tmp_path: Pat
 
     Process 0 holds JAX's own service: where it dies, JAX may end the others before we can, in its words.
     """
-    settings = ("--set", "search.steps=4000000", "--set", "search.checkpoint_seconds=0.0")
+    settings = ("--set", "search.steps=4000000", "--set", "machine.checkpoint_seconds=0.0")
     run = tmp_path / "run"
     arguments = ("search", "--preset", "tiny", "--out", run, *settings)
     processes = start_two(*arguments)
     dying, other = processes[killed], processes[1 - killed]
     deadline = time.monotonic() + 120
-    while not list(run.glob("search/checkpoint-*.qdt")) and time.monotonic() < deadline:
+    while not list(run.glob("search/checkpoint-*.safetensors")) and time.monotonic() < deadline:
         time.sleep(0.1)
     dying.send_signal(signal.SIGKILL)
     _, errors = other.communicate(timeout=180)  # raises if it hangs
@@ -164,9 +165,9 @@ def test_where_one_process_dies_the_other_ends_and_the_run_goes_on(tmp_path: Pat
         assert "Traceback" not in errors
     else:
         assert "another process" in errors.splitlines()[-1], errors[-2000:]
-    assert not (run / "search" / "repertoire.qdt").exists()
-    last = max(run.glob("search/checkpoint-*.qdt"))
+    assert not (run / "search" / "repertoire.safetensors").exists()
+    last = max(run.glob("search/checkpoint-*.safetensors"))
     os.truncate(run / "search" / "metrics.jsonl", 100)  # a line cut in half does not matter either
     finish(*start_two(*arguments))
-    assert runs.read_json(run / "search" / "config.json")
-    assert (run / "search" / "repertoire.qdt").exists() and not last.exists()
+    assert read_json(run / "search" / "config.json")
+    assert (run / "search" / "repertoire.safetensors").exists() and not last.exists()

@@ -23,20 +23,23 @@ def defined_in(path: Path) -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_file_and_symbol_that_a_page_names_exists(page: Path):
     text = page.read_text()
-    for file, symbol in re.findall(r"`(\w+\.py)::(\w+)`", text):
+    for file, symbol in re.findall(r"`((?:\w+/)?\w+\.py)::(\w+)", text):
         assert symbol in defined_in(ROOT / file), f"{file}::{symbol}"
     for link in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (page.parent / link).exists(), link
-    for file in re.findall(r"`((?:benchmarks/|tests/)?\w+\.py)`", text):
-        assert (ROOT / file).exists() or (ROOT / "benchmarks" / file).exists(), file
+    for file in re.findall(r"`((?:\w+/)?\w+\.(?:py|toml))`", text):
+        places = [ROOT, *(ROOT / folder for folder in ("machinery", "benchmarks", "tests"))]
+        assert any((place / file).exists() for place in places), file
 
 
 def test_every_module_is_in_the_readme_and_installed():
-    modules = sorted(path.name for path in ROOT.glob("*.py"))
     readme, project = (ROOT / "README.md").read_text(), (ROOT / "pyproject.toml").read_text()
-    for name in modules:
-        assert f"`{name}`" in readme, name
-        assert f'"{name.removesuffix(".py")}"' in project, name
+    for path in ROOT.glob("*.py"):
+        assert re.search(rf"(?<![\w/]){path.name}\b", readme), path.name
+        assert f'"{path.stem}"' in project, path.name
+    for path in (ROOT / "machinery").glob("[!_]*.py"):
+        assert re.search(rf"`(?:machinery/)?{path.name}`", readme), path.name
+    assert 'packages = ["machinery"]' in project
 
 
 def test_the_readme_shows_how_a_task_is_added_as_it_is_in_the_code():
@@ -44,3 +47,13 @@ def test_the_readme_shows_how_a_task_is_added_as_it_is_in_the_code():
         r"class Walker2dUni\(UniTask\):\n    .*\n", (ROOT / "README.md").read_text()
     )
     assert example and example[0] in (ROOT / "envs.py").read_text()
+
+
+def test_the_machinery_never_imports_the_root():
+    root = {path.stem for path in ROOT.glob("*.py")}
+    for path in (ROOT / "machinery").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [alias.name for alias in node.names]
+                imported = [node.module or ""] if isinstance(node, ast.ImportFrom) else names
+                assert not root & {name.partition(".")[0] for name in imported}, path.name

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import envs
-from envs import Episodes, State, Task, TaskConfig, UserError, make_task, rollout
+from envs import Episodes, State, Task, TaskConfig, make_task, rollout
+from machinery.files import UserError
 from me_ls import MLP, random_policies
 
 LENGTH = 20
@@ -54,11 +55,12 @@ class ByHand(NamedTuple):
 def play_by_hand(name: str, policies: int = 2, episodes: int = 2) -> ByHand:
     task = make_task(TaskConfig(name, LENGTH))
     population, keys = policies_for(task, policies), keys_for(policies, episodes)
-    engine = rollout(task, population, keys, record="transitions")
+    engine = rollout(task, population, keys, record=envs.transitions)
     reset, step, act = jax.jit(task.reset), jax.jit(task.step), jax.jit(lambda p, o: p(o))
     states, actions = {}, {}
     for i, e in np.ndindex(policies, episodes):
-        states[i, e], actions[i, e] = [reset(keys[i, e])], []
+        start_key, _ = jax.random.split(keys[i, e])  # the other one is for noise
+        states[i, e], actions[i, e] = [reset(start_key)], []
         for _ in range(LENGTH):
             action = act(member(population, i), states[i, e][-1].observation)
             actions[i, e].append(np.asarray(action))
@@ -88,16 +90,19 @@ def test_the_engine_does_what_a_plain_loop_does(name: str, request: Any) -> None
     steps, close = (LENGTH, 1e-5) if name == "point_by_hand" else (5, 2e-3)
     for (i, e), states in played.states.items():
         found = jax.tree.map(lambda x: x[i, e], played.engine)  # noqa: B023 - used at once
+        seen, nothing_done = found.recorded, np.zeros(played.task.action_size)
         for engine, plain in (
-            (found.observations, [s.observation for s in states]),
-            (found.actions, played.actions[i, e]),
-            (found.rewards, [s.reward for s in states[1:]]),
-            (found.path, [s.descriptor for s in states[1:]]),
+            (seen.observations, [s.observation for s in states]),
+            (seen.actions, [*played.actions[i, e], nothing_done]),
+            (seen.rewards, [s.reward for s in states]),
+            (seen.path, [s.descriptor for s in states]),
         ):
-            np.testing.assert_allclose(engine[:steps], np.array(plain)[:steps], close, close)
-            assert len(engine) == len(plain)
-        np.testing.assert_array_equal(found.descriptor, found.path[-1])
-        np.testing.assert_allclose(found.fitness, found.rewards.sum(), rtol=1e-5)
+            compared = slice(0, steps + 1)
+            np.testing.assert_allclose(engine[compared], np.array(plain)[compared], close, close)
+            assert len(engine) == len(plain) == LENGTH + 1
+        assert not seen.actions[-1].any() and seen.rewards[0] == 0
+        np.testing.assert_array_equal(found.descriptor, seen.path[-1])
+        np.testing.assert_allclose(found.fitness, seen.rewards.sum(), rtol=1e-5)
         assert not found.diverged
         assert [int(s.time) for s in states] == list(range(LENGTH + 1))
 
@@ -220,6 +225,8 @@ def test_a_task_says_what_it_is(name: str) -> None:
     assert jax.tree.structure(start) == jax.tree.structure(after)
     assert len(task.low) == len(task.high) == task.descriptor_size
     assert all(low < high for low, high in zip(task.low, task.high, strict=True))
+    assert len(task.axes) == task.descriptor_size
+    assert task.unit
     assert task.worst_reward < 0 < task.dt
 
 
@@ -233,7 +240,8 @@ PLAY = """
 import sys
 import jax, numpy as np
 import envs
-envs.prepare_jax()
+from machinery import machine
+machine.prepare_jax()
 jax.config.update("jax_num_cpu_devices", int(sys.argv[1]))
 from me_ls import random_policies
 
@@ -324,9 +332,8 @@ def test_members_need_not_be_policies_themselves(point: Task) -> None:
             return self.direction, memory
 
     directions = jnp.array([[1.0, 0.0], [0.0, -1.0]])
-    played = rollout(point, directions, keys_for(2, 8), policy=Push, record="path")
-    assert played.path is not None
-    moved = played.path[:, :, -1] - played.path[:, :, 0]
+    path = rollout(point, directions, keys_for(2, 8), policy=Push, record=envs.path).recorded
+    moved = path[:, :, -1] - path[:, :, 0]
     assert (moved[0, :, 0] > 0).all()
     assert (moved[1, :, 1] < 0).all()
 
@@ -337,38 +344,68 @@ def test_members_need_not_be_policies_themselves(point: Task) -> None:
 def test_what_is_recorded_does_not_change_what_is_played(point: Task) -> None:
     population, keys = policies_for(point, 3), keys_for(3, 2)
     outcome, path, transitions = (
-        rollout(point, population, keys, record=r) for r in ("outcome", "path", "transitions")
+        rollout(point, population, keys, record=r)
+        for r in (envs.nothing, envs.path, envs.transitions)
     )
-    assert outcome.path is outcome.observations is outcome.actions is outcome.rewards is None
-    assert path.observations is path.actions is path.rewards is None
-    assert path.path.shape == transitions.path.shape == (3, 2, LENGTH, 2)
-    assert transitions.observations.shape == (3, 2, LENGTH + 1, 3)
-    assert transitions.actions.shape == (3, 2, LENGTH, 2)
-    assert transitions.rewards.shape == (3, 2, LENGTH)
+    assert outcome.recorded is None
+    assert path.recorded.shape == (3, 2, LENGTH + 1, 2)
+    assert {name: x.shape for name, x in vars(transitions.recorded).items()} == {
+        "observations": (3, 2, LENGTH + 1, 3),
+        "actions": (3, 2, LENGTH + 1, 2),
+        "rewards": (3, 2, LENGTH + 1),
+        "path": (3, 2, LENGTH + 1, 2),
+    }
     for other in (path, transitions):
         np.testing.assert_allclose(other.fitness, outcome.fitness, rtol=1e-6)
         np.testing.assert_allclose(other.descriptor, outcome.descriptor, atol=1e-6)
-    np.testing.assert_allclose(transitions.path, path.path, atol=1e-6)
+    np.testing.assert_allclose(transitions.recorded.path, path.recorded, atol=1e-6)
 
 
-def test_a_disturbed_action_is_played_but_not_recorded(point: Task) -> None:
+def test_whatever_a_function_of_state_and_action_returns_is_recorded(point: Task) -> None:
+    def record(state: State, action: jax.Array) -> dict[str, Any]:
+        return {"time": state.time, "both": (state.observation, action)}
+
+    population, keys = policies_for(point, 3), keys_for(3, 2)
+    found = rollout(point, population, keys, record=record).recorded
+    wanted = rollout(point, population, keys, record=envs.transitions).recorded
+    assert (found["time"] == jnp.arange(LENGTH + 1)).all()  # a row per state, the start included
+    np.testing.assert_allclose(found["both"][0], wanted.observations, atol=1e-6)
+    np.testing.assert_allclose(found["both"][1], wanted.actions, atol=1e-6)
+    for i in range(3):
+        seen = wanted.observations[i, :, :-1].reshape(-1, 3)
+        own = jax.vmap(member(population, i))(seen).reshape(2, LENGTH, 2)
+        np.testing.assert_allclose(wanted.actions[i, :, :-1], own, atol=1e-5)
+    assert not wanted.actions[:, :, -1].any()  # nothing is done in the last state
+
+
+def test_noise_is_played_but_not_recorded(point: Task) -> None:
     population, keys = policies_for(point, 2), keys_for(2, 2)
-    clean = rollout(point, population, keys, record="transitions")
-    disturbed = rollout(point, population, keys, record="transitions", disturbance=0.3)
-    np.testing.assert_array_equal(clean.observations[:, :, 0], disturbed.observations[:, :, 0])
-    assert (jnp.abs(clean.path - disturbed.path).max(axis=(2, 3)) > 1e-3).all()
+    clean = rollout(point, population, keys, record=envs.transitions).recorded
+    noisy = rollout(point, population, keys, record=envs.transitions, action_noise=0.3).recorded
+    np.testing.assert_array_equal(clean.observations[:, :, 0], noisy.observations[:, :, 0])
+    assert (jnp.abs(clean.path - noisy.path).max(axis=(2, 3)) > 1e-3).all()
     for i, e in np.ndindex(2, 2):
-        seen = disturbed.observations[i, e]
+        seen = noisy.observations[i, e]
         own = jax.vmap(member(population, i))(seen[:-1])
         speed = seen[:, :2]
-        np.testing.assert_allclose(disturbed.actions[i, e], own, atol=1e-5)
-        played = (
-            speed[:-1] + (speed[1:] - speed[:-1]) / point.dt
-        )  # the point's equation, solved for a
+        np.testing.assert_allclose(noisy.actions[i, e, :-1], own, atol=1e-5)
+        # The point's equation, solved for a.
+        played = speed[:-1] + (speed[1:] - speed[:-1]) / point.dt
         noise = np.asarray(played - own)
         assert 0.1 < noise.std() < 0.5
         effort = np.linalg.norm(played, axis=1)
-        np.testing.assert_allclose(disturbed.rewards[i, e], -effort, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(noisy.rewards[i, e, 1:], -effort, rtol=1e-3, atol=1e-4)
+
+
+def test_noise_has_its_size_and_differs_at_every_step_and_in_every_episode() -> None:
+    keys, still = jax.random.split(jax.random.key(0), 50), jnp.zeros(4)
+    noise = jax.vmap(
+        lambda key: jax.vmap(lambda t: envs.with_noise(still, 0.1, key, t))(jnp.arange(100))
+    )(keys)
+    assert noise.std() == pytest.approx(0.1, rel=0.02)
+    assert noise.mean() == pytest.approx(0, abs=0.003)
+    assert len(np.unique(noise.reshape(-1, 4), axis=0)) == 50 * 100
+    np.testing.assert_array_equal(envs.with_noise(still, 0.0, keys[0], 3), still)
 
 
 def test_actions_are_played_within_their_limits(point: Task) -> None:
@@ -381,9 +418,10 @@ def test_actions_are_played_within_their_limits(point: Task) -> None:
         def act(self, memory: None, state: State) -> tuple[jax.Array, None]:
             return jnp.full(2, self.strength), memory
 
-    played = rollout(point, Strong(jnp.array([5.0])), keys_for(1, 1), record="transitions")
-    assert (played.actions == 1).all()
-    np.testing.assert_allclose(played.rewards, -np.sqrt(2), rtol=1e-6)
+    strong = Strong(jnp.array([5.0]))
+    seen = rollout(point, strong, keys_for(1, 1), record=envs.transitions).recorded
+    assert (seen.actions[:, :, :-1] == 1).all()
+    np.testing.assert_allclose(seen.rewards[:, :, 1:], -np.sqrt(2), rtol=1e-6)
 
 
 # --- divergence -----------------------------------------------------------------------------------
@@ -394,7 +432,8 @@ def test_a_policy_that_diverges_is_flagged_and_leaves_its_neighbours_alone(
     point: Task, poison: float
 ) -> None:
     healthy, keys = policies_for(point, 5), keys_for(5, 3)
-    sick = jax.tree.map(lambda x: x.at[2].set(poison), healthy)
+    # With the signs that they have, infinite weights cancel out to no number, whatever is seen.
+    sick = jax.tree.map(lambda x: x.at[2].set(jnp.copysign(poison, x[2])), healthy)
     wanted, found = (rollout(point, p, keys, chunk=8) for p in (healthy, sick))
     assert found.diverged.tolist() == [[i == 2] * 3 for i in range(5)]
     others = jnp.array([0, 1, 3, 4])
@@ -403,7 +442,7 @@ def test_a_policy_that_diverges_is_flagged_and_leaves_its_neighbours_alone(
 
 def test_a_robot_that_diverges_is_flagged(halfcheetah: ByHand) -> None:
     sick = jax.tree.map(lambda x: x.at[1].set(jnp.nan), policies_for(halfcheetah.task, 2))
-    found = rollout(halfcheetah.task, sick, keys_for(2, 2), record="transitions")
+    found = rollout(halfcheetah.task, sick, keys_for(2, 2), record=envs.transitions)
     assert found.diverged.tolist() == [[False, False], [True, True]]
     assert_same_bits(found.fitness[0], halfcheetah.engine.fitness[0])
 
@@ -414,20 +453,28 @@ def test_a_robot_that_diverges_is_flagged(halfcheetah: ByHand) -> None:
 @pytest.mark.parametrize(
     "config, sentence",
     [
-        (TaskConfig("ant-olympics"), "unknown task 'ant-olympics'; there are .*ant-omni"),
-        (TaskConfig("point-omni", length=0), "length must be at least 1, not 0"),
-        (TaskConfig("point-omni", length=-250), "length must be at least 1, not -250"),
-        (TaskConfig("ant-omni", backend="newton"), "unknown backend 'newton'; there are spring"),
-        (TaskConfig("ant-omni", reach=-1.0), "reach must"),
-        (TaskConfig("point-omni", reach=float("nan")), "reach must"),
-        (TaskConfig("point-omni", reach=float("inf")), "reach must"),
-        (TaskConfig("halfcheetah-uni", reach=2.0), "reach is a setting of the omni tasks"),
+        ({"task": "ant-olympics"}, "unknown task 'ant-olympics'; there are .*ant-omni"),
+        ({"length": 0}, "length must be at least 1, it is 0"),
+        ({"length": -250}, "length must be at least 1, it is -250"),
+        ({"task": "ant-omni", "backend": "newton"}, "backend must be one of spring.* not 'newton'"),
+        ({"task": "ant-omni", "reach": -1.0}, "reach must"),
+        ({"reach": 0.0}, "reach must"),
+        ({"reach": float("nan")}, "reach must"),
+        ({"reach": float("inf")}, "reach must"),
+        ({"task": "halfcheetah-uni", "reach": 2.0}, "reach is a setting of the omni tasks"),
     ],
+    ids=str,
 )
-def test_a_task_that_cannot_be_is_one_sentence(config: TaskConfig, sentence: str) -> None:
+def test_a_task_that_cannot_be_is_one_sentence(config: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence) as caught:
-        make_task(config)
+        make_task(TaskConfig(**({"task": "point-omni"} | config)))
     assert "\n" not in str(caught.value)
+
+
+def test_without_a_reach_a_task_has_its_own() -> None:
+    own, given = (make_task(TaskConfig("point-omni", LENGTH, reach=r)) for r in (None, 0.5))
+    assert own.low == (-3.0, -3.0)
+    assert given.low == (-0.5, -0.5)
 
 
 @pytest.mark.parametrize("chunk", [0, -64])

@@ -10,9 +10,8 @@ import pytest
 
 import evaluate
 import me_ls
-import pipeline
 from envs import Episodes, PointOmni, State, TaskConfig, rollout
-from runs import UserError
+from machinery.files import UserError
 
 KEY = jax.random.key(0)
 
@@ -121,7 +120,7 @@ def test_the_average_of_an_accuracy_leaves_out_goals_that_were_not_measured():
     ends = jnp.array([[[0.0, 0.0], [0.0, 2.0]], [[3.0, 0.0], [3.0, 0.0]], [[jnp.nan, 0.0]] * 2])
     fitness = jnp.array([[1.0, 3.0], [-1.0, -3.0], [jnp.nan, jnp.nan]])
     measured = evaluate.measure(jnp.zeros((3, 2)), Episodes(fitness, ends, jnp.isnan(fitness)))
-    result = pipeline.averages(measured)
+    result = evaluate.averages(measured)
     assert result["mean_distance"] == (1 + 3) / 2
     assert result["mean_spread"] == (2 + 0) / 2
     assert result["max_fitness"] == 2
@@ -184,7 +183,8 @@ def test_reproducibility_plays_three_policies_thirty_times():
     played = evaluate.reproducibility(TASK, repertoire(places, places), key=KEY)
     assert sorted(played.cells.tolist()) == [0, 1, 2]
     assert played.descriptor.shape == (3, 30, 2)
-    assert played.path.shape == (3, 30, TASK.length, 2)
+    assert played.path.shape == (3, 30, TASK.length + 1, 2)  # with the start
+    np.testing.assert_array_equal(played.path[:, :, -1], played.descriptor)
     np.testing.assert_allclose(played.spread, 0.0, atol=1e-6)
 
 
@@ -207,7 +207,37 @@ def test_calibration_finds_what_to_ask_a_policy_that_always_misses_by_the_same_a
 
 
 def test_goals_are_the_same_in_every_evaluation_and_cover_the_space():
-    first, second = (np.asarray(evaluate.goals(TASK, 20)) for _ in range(2))
+    first, second = (np.asarray(me_ls.goals(TASK)) for _ in range(2))
     np.testing.assert_array_equal(first, second)
+    assert len(first) == TASK.zones
     assert (np.abs(first) < 1).all()
     assert len({(x > 0, y > 0) for x, y in first.tolist()}) == 4
+
+
+# --- by name --------------------------------------------------------------------------------------
+
+
+def subject(seed: int = 0) -> evaluate.Subject:
+    places = [[0.0, 0.5], [-0.5, -0.3], [0.5, -0.3], [0.0, 0.0]]
+    return evaluate.Subject(TASK, seed, repertoire(places, places), {})
+
+
+def test_runs_of_all_seeds_are_asked_for_the_same_goals_from_other_starts():
+    one, other = subject(0), subject(1)
+    np.testing.assert_array_equal(one.goals, other.goals)
+    assert one.episode_keys.shape == (TASK.zones, evaluate.EPISODES)
+    assert (one.episode_keys == subject(0).episode_keys).all()
+    assert (one.episode_keys != other.episode_keys).all()
+
+
+@pytest.mark.parametrize("name", ["accuracy", "reproducibility", "reassess"])
+def test_an_experiment_of_a_repertoire_needs_no_model(name):
+    result = evaluate.EXPERIMENTS[name](subject())
+    lines = evaluate.summary(name, result)
+    assert lines and all(isinstance(line, str) for line in lines)
+    assert not any("diverged" in line for line in lines)
+
+
+def test_calibration_without_a_model_is_one_sentence():
+    with pytest.raises(UserError, match="no trained model"):
+        evaluate.EXPERIMENTS["calibrate"](subject())

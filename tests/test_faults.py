@@ -23,38 +23,38 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from test_dataset import build
-from test_runs import MANY, damaged
+from test_files import MANY, damaged
 
 import dataset
-from runs import UserError
+from machinery.files import UserError
 
 ROOT = Path(__file__).parents[1]
 KILLS_PER_STAGE = 34
 
+CHANGES = [
+    "search.steps=60000", "dataset.trajectories=256", "train.epochs=2", "train.batch_size=8",
+    "train.goal_episodes=1", "train.evaluate_every=1",
+]  # fmt: skip
+MACHINE = ["machine.checkpoint_seconds=0.0", "machine.shard_size=32"]  # as often as can be
+
 SERVER = """
 import os, sys
 from pathlib import Path
-import cli, dataset, envs, evaluate, me_ls, pgame_ls, pipeline, qdt, training  # imported once
-CHANGES = [
-    "search.steps=60000", "search.checkpoint_seconds=0.0", "dataset.trajectories=256",
-    "dataset.shard_size=32", "train.epochs=2", "train.batch_size=8", "train.goal_episodes=1",
-    "train.evaluate_every=1", "train.checkpoint_seconds=0.0",
-]
+import cli, dataset, envs, evaluate, me_ls, pgame_ls, qdt  # imported once
+from machinery import machine
 for line in sys.stdin:
     child = os.fork()
     if child == 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        envs.prepare_jax()
+        machine.prepare_jax()
         stage, directory = line.split()
-        directory, plan = Path(directory), pipeline.make_plan("tiny", "", CHANGES)
-        own = {"qdt": "train"}.get(stage, stage)
-        changes = [change for change in CHANGES if change.startswith(own)]
+        directory, changes = Path(directory), cli.changes_of(sys.argv[1:], cli.STAGES)
         if stage == "search":
-            pipeline.do_search(directory, plan, "me-ls", seed=0)
+            cli.do_search(directory, cli.asked_plan("tiny", None, None, None, None, changes))
         elif stage == "dataset":
-            pipeline.do_dataset(directory, changes, naive=False)
+            cli.do_dataset(cli.open_run(directory), {})
         else:
-            pipeline.do_train(directory, changes, naive=False, prune="")
+            cli.do_train(cli.open_run(directory), {})
         os._exit(0)
     print(child, flush=True)
     print(os.waitpid(child, 0)[1], flush=True)
@@ -66,7 +66,7 @@ class Stages:
 
     def __init__(self) -> None:
         self.server = subprocess.Popen(
-            [sys.executable, "-c", SERVER],
+            [sys.executable, "-c", SERVER, *CHANGES, *MACHINE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -90,9 +90,9 @@ class Stages:
 
 
 RESULTS = {
-    "search": ("repertoire.qdt",),
+    "search": ("repertoire.safetensors",),
     "dataset": ("meta.json", "*.npy"),
-    "qdt": ("model.qdt",),
+    "qdt": ("model.safetensors",),
 }
 
 
@@ -110,6 +110,8 @@ def test_a_hundred_kills_change_nothing(tmp_path: Path):
     def begin(stage: str, number: int) -> Path:
         directory = tmp_path / f"{stage}-{number}"
         directory.mkdir()
+        if done:
+            shutil.copy(whole / "plan.json", directory)
         for earlier in done:
             (directory / earlier).symlink_to(whole / earlier)
         return directory
@@ -135,7 +137,7 @@ def test_a_hundred_kills_change_nothing(tmp_path: Path):
 
 
 def search(directory: Path) -> subprocess.CompletedProcess[str]:
-    settings = ("search.steps=60000", "search.checkpoint_seconds=0.0")
+    settings = ("search.steps=60000", "machine.checkpoint_seconds=0.0")
     options = [part for setting in settings for part in ("--set", setting)]
     command = [sys.executable, str(ROOT / "cli.py"), "search", "--preset", "tiny", *options]
     return subprocess.run([*command, "--out", str(directory)], capture_output=True, text=True)
@@ -154,7 +156,7 @@ def test_a_disk_that_fills_during_a_search_loses_nothing(
     assert "Traceback" not in stopped.stderr
     small_disk("8m")
     assert search(disk / "run").returncode == 0
-    path = Path("search") / "repertoire.qdt"
+    path = Path("search") / "repertoire.safetensors"
     assert (disk / "run" / path).read_bytes() == (tmp_path / "whole" / path).read_bytes()
 
 
@@ -190,7 +192,7 @@ def test_a_damaged_dataset_is_our_own_error(intact: Path, victim: Path, data: st
     tracemalloc.start()
     try:
         with contextlib.suppress(UserError):
-            next(dataset.batches(dataset.open_dataset(victim), 8, seed=0))
+            dataset.BatchReader(dataset.open_dataset(victim), 8, seed=0)(0)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

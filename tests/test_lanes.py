@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lanes import in_lanes
+from machinery.lanes import in_lanes
 
 
 def rotate(quaternion: jax.Array, vector: jax.Array) -> jax.Array:

@@ -518,7 +518,7 @@ def test_the_qdt_plays_with_the_noise_that_it_carries():
 def test_a_training_that_cannot_begin_says_why(noisy_data):
     with pytest.raises(UserError, match="do not fill a batch of 1000"):
         qdt.Training(TASK, replace(TRAIN, batch_size=1000), noisy_data, 0)
-    with pytest.raises(UserError, match="dataset.achieved=true"):
+    with pytest.raises(UserError, match=r"dataset\.achieved=true"):
         qdt.Training(TASK, replace(TRAIN, conditioning="to-go"), noisy_data, 0)
     shorter = make_task(TaskConfig("point-omni", length=20))
     with pytest.raises(UserError, match="another task"):

@@ -1,19 +1,23 @@
 """The report's tables, from made-up results whose rows are known by hand."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline import Lineage, make_plan
-from report import (
+import cli
+import pgame_ls  # noqa: F401 - registers its rules
+from envs import make_task
+from machinery.files import UserError
+from machinery.report import (
     Found,
     accuracies,
     accuracy_table,
     calibration_table,
     csv,
-    gather,
+    figures,
     generalization_table,
     latex,
     markdown,
@@ -23,20 +27,19 @@ from report import (
     search_curves,
     training_curves,
 )
-from runs import UserError
+from machinery.runs import write_plan
+from me_ls import RULES
 
 
 def found(algo: str, seed: int, **results: Any) -> Found:
-    plan = make_plan("tiny", "", [f"search.algo={algo}"])
-    return Found(Lineage(Path("run"), plan, seed), results, metrics=[], training={})
+    plan, rule = cli.asked_plan("tiny", None, None, algo, seed, {}), RULES[algo]
+    task, titles = make_task(plan.task), {"qdt": "QDT", "mlp": "MLP"}
+    return Found(Path("run"), cli.plain(plan), task, rule.title, rule.colour, titles, results)
 
 
-def write_run(directory: Path, algo: str, seed: int, length: int = 30, **search: Any) -> None:
+def write_run(directory: Path, algo: str, seed: int, **changes: dict[str, str]) -> None:
     """The beginning of a run, as far as the report reads it."""
-    task = {"task": "point-omni", "length": length, "backend": "spring", "reach": 1.5}
-    config = {"preset": "tiny", "seed": seed, "task": task, "search": {"algo": algo, **search}}
-    (directory / "search").mkdir(parents=True)
-    (directory / "search" / "config.json").write_text(json.dumps({"config": config}))
+    write_plan(directory, cli.plain(cli.asked_plan("tiny", None, None, algo, seed, changes)))
 
 
 def measured(*distance: float) -> dict[str, Any]:
@@ -48,15 +51,15 @@ def measured(*distance: float) -> dict[str, Any]:
 def test_a_run_that_is_named_twice_is_one_run(tmp_path: Path):
     write_run(tmp_path / "a", "me", seed=0)
     write_run(tmp_path / "b", "me-ls", seed=0)
-    (runs,) = gather([tmp_path, tmp_path / "a", tmp_path / "b" / ".." / "a"]).values()
+    (runs,) = cli.found_runs([tmp_path, tmp_path / "a", tmp_path / "b" / ".." / "a"]).values()
     assert [run.method for run in runs] == ["ME", "ME-LS"]
 
 
 @pytest.mark.parametrize(
     ("other", "complaint"),
     [
-        ({"seed": 1, "steps": 9}, "search.steps is 500000 there and 9 here"),
-        ({"seed": 1, "length": 9}, "task.length is 30 there and 9 here"),
+        ({"seed": 1, "search": {"steps": "9"}}, "search.steps is 500000 there and 9 here"),
+        ({"seed": 1, "task": {"length": "9"}}, "task.length is 30 there and 9 here"),
         ({"seed": 0}, "the same seed of ME"),
     ],
 )
@@ -64,19 +67,28 @@ def test_a_mean_over_seeds_is_of_seeds_alone(tmp_path: Path, other: dict, compla
     write_run(tmp_path / "a", "me", seed=0)
     write_run(tmp_path / "b", "me", **other)
     with pytest.raises(UserError, match=complaint):
-        gather([tmp_path])
+        cli.found_runs([tmp_path])
 
 
 def test_budgets_of_different_methods_may_differ(tmp_path: Path):
     write_run(tmp_path / "a", "me", seed=0)
-    write_run(tmp_path / "b", "me-ls", seed=0, steps=9, checkpoint_seconds=1.0)
-    assert len(gather([tmp_path])["point-omni"]) == 2
+    write_run(tmp_path / "b", "me-ls", seed=0, search={"steps": "9"}, train={"width": "8"})
+    assert len(cli.found_runs([tmp_path])["point-omni"]) == 2
+
+
+def test_methods_stand_in_the_order_in_which_they_are_registered(tmp_path: Path):
+    for seed in (1, 0):
+        for algo in reversed(RULES):
+            write_run(tmp_path / f"{algo}-{seed}", algo, seed)
+    (runs,) = cli.found_runs([tmp_path]).values()
+    expected = [(rule.title, seed) for rule in RULES.values() for seed in (0, 1)]
+    assert [(run.method, run.seed) for run in runs] == expected
 
 
 def test_curves_are_averaged_where_all_seeds_have_a_value():
     curves = [{10: 1.0, 20: 2.0, 30: 3.0}, {20: 4.0, 30: 7.0, 40: 9.0}]
     runs = [
-        found("me", seed)._replace(metrics=[{"steps": x, "coverage": y} for x, y in curve.items()])
+        replace(found("me", seed), metrics=[{"steps": x, "coverage": y} for x, y in curve.items()])
         for seed, curve in enumerate(curves)
     ]
     ((steps, values),) = search_curves([*runs, found("me", seed=2)], "coverage").values()
@@ -160,9 +172,40 @@ def test_qdts_of_pruned_datasets_stay_out_of_the_comparison_of_methods():
     """They belong to the generalization experiment; QDT(Naive) is one of the methods of figure 4."""
     names = ["qdt", "qdt-naive", "qdt-tiles", "qdt-naive-density-50"]
     run = found("me-ls", 0, accuracy={"repertoire": {}} | {name: {} for name in names})
-    run = run._replace(training={name: [{"epoch": 1, "distance": 0.5}] for name in names})
+    run = replace(run, training={name: [{"epoch": 1, "distance": 0.5}] for name in names})
     assert set(accuracies([run])) == {"ME-LS", "QDT(ME-LS)", "QDT(ME-LS, naive)"}
     assert set(training_curves([run], "distance")) == {"QDT(ME-LS)", "QDT(ME-LS, naive)"}
+
+
+def test_a_model_is_called_by_the_title_of_its_kind():
+    """Of kinds whose names begin alike, the longest is meant."""
+    run = replace(found("me-ls", 0), titles={"qdt": "QDT", "qdt-deep": "Deep", "mlp": "MLP"})
+    names = ("qdt", "qdt-naive", "qdt-deep", "qdt-deep-naive", "qdt-deeper", "mlp")
+    assert [run.model_name(name) for name in names] == [
+        "QDT(ME-LS)",
+        "QDT(ME-LS, naive)",
+        "Deep(ME-LS)",
+        "Deep(ME-LS, naive)",
+        "QDT(ME-LS, deeper)",
+        "MLP(ME-LS)",
+    ]
+
+
+def test_figures_have_the_axes_and_the_unit_of_the_task_and_the_colour_of_the_method():
+    run = found("me-ls", 0, accuracy={"repertoire": measured(1, 2) | {"goals": [[0, 0], [1, 1]]}})
+    run = replace(
+        run,
+        metrics=[{"steps": x, "coverage": 0.5, "max_fitness": x, "qd_score": x} for x in (1, 2)],
+        training={"qdt": [{"epoch": x, "distance": 0.5, "max_fitness": x} for x in (1, 2)]},
+    )
+    drawn = figures("point-omni", [run])
+    assert set(drawn) == {"search", "training", "accuracy"}
+    lines = [line for axes in drawn["search"][1].axes for line in axes.get_lines()]
+    assert {line.get_color() for line in lines} == {RULES["me-ls"].colour}
+    assert drawn["training"][1].axes[0].get_title() == "distance to the goal (m)"
+    panel, bar = drawn["accuracy"][1].axes
+    assert (panel.get_xlabel(), panel.get_ylabel()) == run.task.axes
+    assert bar.get_ylabel() == "distance to the goal (m)"
 
 
 def test_a_table_says_the_same_in_three_formats():
@@ -174,8 +217,27 @@ def test_a_table_says_the_same_in_three_formats():
     assert r"ME & 2 & 1.5 $\pm$ 0.5 & -- & -- & 3 $\pm$ 1 & -- \\" in latex(table).splitlines()
 
 
-@pytest.mark.parametrize("content", ["[]", '{"repertoire": {}}', '{"repertoire": {"goals": "x"}}'])
-def test_a_result_of_somebody_else_is_not_drawn(tmp_path: Path, content: str):
-    (tmp_path / "accuracy.json").write_text(content)
+RIGHT = {"repertoire": measured(1, 2) | {"goals": [[0, 0], [1, 1]]}}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [],
+        RIGHT,
+        {"result": []},
+        {"result": {}},
+        {"result": {"repertoire": {}}},
+        {"result": {"repertoire": {"goals": "x"}}},
+        {"result": RIGHT | {"qdt": {}}},
+    ],
+)
+def test_a_result_of_somebody_else_is_not_drawn(tmp_path: Path, content: Any):
+    (tmp_path / "accuracy.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="not the result of an experiment"):
         read_result(tmp_path / "accuracy.json")
+
+
+def test_a_result_is_read_from_beside_what_it_was_made_with(tmp_path: Path):
+    (tmp_path / "accuracy.json").write_text(json.dumps({"inputs": {}, "result": RIGHT}))
+    assert read_result(tmp_path / "accuracy.json") == RIGHT

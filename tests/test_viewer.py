@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import viewer
+from machinery import viewer
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
