@@ -74,6 +74,7 @@ class RegistryCommand(TyperCommand):
 def fill_in_registries(params: Sequence[Any]) -> None:
     import envs
     import pgame_ls  # noqa: F401 - registers its rules
+    import uncertain  # noqa: F401 - likewise
     from me_ls import RULES
 
     rules = "; ".join(f"{name}: {rule.about}" for name, rule in RULES.items())
@@ -157,6 +158,7 @@ def start_jax(
     process_id: int | None = None,
 ) -> None:
     import pgame_ls  # noqa: F401 - registers its rules
+    import uncertain  # noqa: F401 - likewise
     from machinery import machine
     from machinery.files import UserError
 
@@ -473,9 +475,9 @@ def do_search(directory: Path, plan: Plan) -> Run:
             if run.repertoire_path.exists():
                 tell(f"{algo}: the search in {directory} is finished.")
                 return run
+            episodes = search.steps_per_iteration // plan.task.length
             tell(
-                f"{algo}: {search.iterations:,} iterations of {plan.search.batch} policies × "
-                f"{search.episodes} episodes on {plan.task.task}."
+                f"{algo}: {search.iterations:,} iterations of {episodes:,} episodes on {plan.task.task}."
             )
             state = drive(
                 search,

@@ -22,6 +22,7 @@ from machinery import viewer
 from machinery.config import require_at_least, require_choices
 from machinery.engine import map_episodes
 from machinery.files import UserError
+from machinery.native import c_compiler
 from machinery.robots import contact_sensor, load_robot, start_on_joints
 
 
@@ -494,6 +495,6 @@ def rollout(
     hold arrays that all share, such as the one Transformer behind many targets.
     """
     play = Play(task, policy, record, action_noise)
-    # Programs that the tests have compiled: robots in lanes, played by policies of their own.
-    share_work = task.in_lanes and policy is identity
+    # Without a C compiler XLA computes the physics; only for programs that the tests have compiled.
+    share_work = task.in_lanes and policy is identity and c_compiler() is None
     return map_episodes(play, members, keys, chunk, share_work)

@@ -56,6 +56,9 @@ class SearchConfig:
 # --- policies -------------------------------------------------------------------------------------
 
 
+Weights = list[Float[Array, "_ _"]]  # of all layers, as inputs × outputs
+
+
 class MLP(eqx.Module):
     """A policy: observation in, action in [-1, 1] out. It remembers nothing."""
 
@@ -66,17 +69,25 @@ class MLP(eqx.Module):
         self.layers = [_linear(i, o, k) for i, o, k in zip(sizes, sizes[1:], keys, strict=False)]
 
     def __call__(self, observation: Float[Array, " observation"]) -> Float[Array, " action"]:
-        *hidden, last = self.layers
+        return self.through(self.start(), observation)
+
+    def start(self) -> Weights:
+        """Weights as inputs × outputs, for a whole episode: half as fast again as the other way."""
+        return [layer.weight.T for layer in self.layers]
+
+    def act(self, memory: Weights, state: State) -> tuple[Float[Array, " action"], Weights]:
+        return self.through(memory, state.observation), memory
+
+    def through(
+        self, weights: Weights, observation: Float[Array, " observation"]
+    ) -> Float[Array, " action"]:
+        *hidden, last = [
+            (w, jnp.asarray(x.bias)) for w, x in zip(weights, self.layers, strict=True)
+        ]
         x = observation
-        for layer in hidden:
-            x = jax.nn.relu(layer(x))
-        return jnp.tanh(last(x))
-
-    def start(self) -> None:
-        return None
-
-    def act(self, memory: None, state: State) -> tuple[Float[Array, " action"], None]:
-        return self(state.observation), memory
+        for weight, bias in hidden:
+            x = jax.nn.relu(x @ weight + bias)
+        return jnp.tanh(x @ last[0] + last[1])
 
 
 def _linear(inputs: int, outputs: int, key: Key[Array, ""]) -> eqx.nn.Linear:

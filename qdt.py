@@ -74,6 +74,11 @@ class TrainConfig:
         if not 0 <= self.held_out < 1:
             raise UserError(f"held_out must lie in [0, 1), it is {self.held_out}.")
 
+    @property
+    def reads_achieved(self) -> bool:
+        """Whether the model needs to know the descriptor before each step."""
+        return False
+
 
 @dataclass(frozen=True)
 class QDTConfig(TrainConfig):
@@ -109,6 +114,10 @@ class QDTConfig(TrainConfig):
             )
         if not 0 <= self.dropout < 1:
             raise UserError(f"dropout must lie in [0, 1), it is {self.dropout}.")
+
+    @property
+    def reads_achieved(self) -> bool:
+        return self.conditioning == "to-go"
 
     @property
     def tokens_per_step(self) -> int:
@@ -667,11 +676,10 @@ class Training:
                 f"{self.data.directory} was made for another task: its trajectories have sizes "
                 f"{vars(self.data.meta.sizes)}, this task has {vars(sizes)}."
             )
-        conditioning = getattr(self.config, "conditioning", None)
-        if conditioning == "to-go" and not self.data.meta.config.achieved:
+        if self.config.reads_achieved and not self.data.meta.config.achieved:
             raise UserError(
-                "conditioning to-go needs a dataset with what was achieved at every step: "
-                "--set dataset.achieved=true."
+                "this model reads what was achieved before each step, which the dataset does not "
+                "hold: --set dataset.achieved=true."
             )
         if self.total == 0:
             raise UserError(

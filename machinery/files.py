@@ -35,6 +35,12 @@ class UserError(Exception):
     """Something the user can put right. The command line prints it as one sentence."""
 
 
+def cache_directory() -> Path:
+    """For what can be made again: compiled programs."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "quality-diversity-transformer"
+
+
 def is_writer() -> bool:
     """Whether this process writes files: process 0 of possibly many."""
     return jax.process_index() == 0

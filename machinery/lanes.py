@@ -9,7 +9,8 @@ out. When its function is vmapped, every *number* of the state becomes one vecto
     the list is walked with arrays of vectors, one vector for each number;
     operations that only move numbers around happen here, once, and cost nothing at run time;
     numbers that are known (masses, zeros of a rotation) are folded into what they meet;
-    what is left is elementwise arithmetic on vectors, which XLA fuses into a few loops.
+    what is left is a formula: elementwise arithmetic on vectors. On a CPU it becomes one C function if
+    there is a compiler (`machinery/native.py`); otherwise XLA fuses it into loops.
 
 The numbers are those of the function itself up to rounding. `spring_step` applies this to one step of
 brax's spring physics on a CPU; what it gains is in `docs/decisions.md`. Elsewhere, and for other
@@ -27,11 +28,9 @@ from jax import numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Literal, Primitive
 from jax.interpreters import batching, mlir
-from jaxtyping import Array, Float
 
-Number = (
-    Any  # of one place in an array: a vector over the batch (traced), or a NumPy scalar (known)
-)
+from machinery.native import Loop, Number, Vector, compiled, is_known, needed, operations
+
 Numbers = np.ndarray  # array of dtype object, its elements are `Number`
 
 FOLDED = {
@@ -52,6 +51,8 @@ FOLDED = {
     "or": np.logical_or,
     "abs": np.abs,
     "sqrt": np.sqrt,
+    "rem": np.fmod,
+    "is_finite": np.isfinite,
 }
 REDUCTIONS = {
     "reduce_sum": lax.add_p,
@@ -66,8 +67,13 @@ ELEMENTWISE = {
     "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "tanh", "erf",
     "convert_element_type", "stop_gradient", "nextafter",
 }  # fmt: skip
+COMMUTATIVE = {"mul", "add", "max", "min", "and", "or", "eq", "ne"}
+COMPARISONS = {"lt", "gt", "le", "ge", "eq", "ne", "is_finite"}
 # Known operands that give back the other operand, or decide the result; by side, None for neither.
-NEUTRAL = {"mul": (1, 1), "add": (0, 0), "sub": (None, 0), "div": (None, 1)}
+NEUTRAL = {
+    "mul": (1, 1), "add": (0, 0), "sub": (None, 0), "div": (None, 1),
+    "max": (-np.inf, -np.inf), "min": (np.inf, np.inf),
+}  # fmt: skip
 ABSORBING = {"mul": (0, 0), "div": (0, None)}
 
 
@@ -125,22 +131,93 @@ def _merge(arguments: Any, axes: Any, *, function: Callable, structure: Any) -> 
     return [x.reshape(new, -1, *x.shape[1:]) for x in result], [0] * len(result)
 
 
-def _run(*leaves: jax.Array, function: Callable, structure: Any) -> list[jax.Array]:
-    single = jax.tree.unflatten(structure, _single(leaves))
-    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*single)
-    walk = _Walk((len(leaves[0]),))
-    inputs = [_numbers(x.shape[1:], lambda i, x=x: x[(slice(None), *i)]) for x in leaves]
+@functools.cache
+def _formula(function: Callable, structure: Any, single: tuple[jax.ShapeDtypeStruct, ...]) -> Any:
+    """The numbers that go in, the numbers that come out, and the shapes of the results."""
+    arguments = jax.tree.unflatten(structure, single)
+    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    inputs = [_numbers(x.shape, lambda _, x=x: Vector(np.dtype(x.dtype))) for x in single]
+    flat = [list(x.reshape(-1)) for x in inputs]
+    results = [list(x.reshape(-1)) for x in _Walk().all(jaxpr, inputs)]
+    return flat, results, jax.tree.leaves(shapes)
 
-    def stack(numbers: Numbers, shape: jax.ShapeDtypeStruct) -> jax.Array:
-        vectors = [walk.vector(n, shape.dtype) for n in numbers.reshape(-1)]
-        return jnp.stack(vectors, axis=1).reshape(-1, *shape.shape)
 
-    return list(map(stack, walk.all(jaxpr, inputs), jax.tree.leaves(shapes)))
+def count(function: Callable, *arguments: Any) -> int:
+    """The scalar operations of one call of a function that uses `in_lanes`; arguments may be shapes."""
+    batched = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), arguments)
+    total = 0
+    for equation in jax.make_jaxpr(jax.vmap(function))(*batched).eqns:
+        if equation.primitive is lanes_p:
+            leaves: list[Any] = [variable.aval for variable in equation.invars]
+            _, results, _ = _formula(**equation.params, single=_single(leaves))
+            total += operations([number for x in results for number in x])
+    return total
+
+
+def _by_xla(*leaves: jax.Array, function: Callable, structure: Any) -> list[jax.Array]:
+    inputs, results, shapes = _formula(function, structure, _single(leaves))
+    size = leaves[0].shape[:1]
+    values = {
+        vector: column
+        for x, vectors in zip(leaves, inputs, strict=True)
+        for vector, column in zip(vectors, x.reshape(*size, -1).T, strict=True)
+    }
+
+    def stack(numbers: list[Number], shape: jax.ShapeDtypeStruct) -> jax.Array:
+        vectors = [x.astype(shape.dtype) for x in _vectors(numbers, values, size)]
+        return jnp.stack(vectors, axis=1).reshape(*size, *shape.shape)
+
+    return list(map(stack, results, shapes))
+
+
+def _vectors(
+    results: list[Number], values: dict[Vector, jax.Array], size: tuple[int, ...]
+) -> list[jax.Array]:
+    """The results as arrays over the episodes; what they need is computed, and added to the values."""
+
+    def array(x: Number) -> jax.Array:
+        return lax.full(size, x, x.dtype) if is_known(x) else values[x]
+
+    def repeat(loop: Loop) -> list[jax.Array]:
+        def once(carried: list[jax.Array], _: None) -> tuple[list[jax.Array], None]:
+            inside = values | dict(zip(loop.inside, carried, strict=True))
+            return _vectors(loop.after, inside, size), None
+
+        return lax.scan(once, _vectors(loop.start, values, size), length=loop.length)[0]
+
+    for vector in needed(results, values):
+        if vector.operation == "loop":
+            loop: Loop = vector.params["loop"]
+            values |= zip(loop.outside, repeat(loop), strict=True)
+        else:
+            values[vector] = vector.primitive.bind(*map(array, vector.operands), **vector.params)
+    return [array(x) for x in results]
+
+
+def _by_compiler(*leaves: jax.Array, function: Callable, structure: Any) -> list[jax.Array]:
+    """On a CPU with a C compiler: one call, on arrays whose last axis in memory is the episodes."""
+    inputs, results, shapes = _formula(function, structure, _single(leaves))
+    name = compiled(inputs, [(x, s.dtype) for x, s in zip(results, shapes, strict=True)])
+    if name is None:
+        return _by_xla(*leaves, function=function, structure=structure)
+    whole = [jax.ShapeDtypeStruct((len(leaves[0]), *s.shape), s.dtype) for s in shapes]
+    call = jax.ffi.ffi_call(
+        name,
+        whole,
+        input_layouts=[(*range(1, x.ndim), 0) for x in leaves],
+        output_layouts=[(*range(1, len(x.shape)), 0) for x in whole],
+    )
+    return list(call(*leaves))
+
+
+def _at_once(*leaves: jax.Array, **params: Any) -> list[jax.Array]:
+    return jax.jit(lambda *x: lanes_p.bind(*x, **params))(*leaves)
 
 
 batching.primitive_batchers[lanes_p] = _merge
-lanes_p.def_impl(_run)
-mlir.register_lowering(lanes_p, mlir.lower_fun(_run, multiple_results=True))
+lanes_p.def_impl(_at_once)
+mlir.register_lowering(lanes_p, mlir.lower_fun(_by_xla, multiple_results=True))
+mlir.register_lowering(lanes_p, mlir.lower_fun(_by_compiler, multiple_results=True), "cpu")
 
 
 def _numbers(shape: tuple[int, ...], value: Callable[[tuple[int, ...]], Number]) -> Numbers:
@@ -155,19 +232,18 @@ def _constant(array: Any) -> Numbers:
     return _numbers(array.shape, lambda index: array[index])
 
 
-def _is_known(number: Number) -> bool:
-    return not isinstance(number, jax.Array)
+def _dtype(name: str, params: dict, operands: tuple[Number, ...]) -> np.dtype:
+    """Of the result of an elementwise operation."""
+    if name in COMPARISONS:
+        return np.dtype(bool)
+    return np.dtype(params.get("new_dtype") or operands[name == "select_n"].dtype)
 
 
 class _Walk:
-    """Walks a jaxpr with arrays of numbers; the same operation on the same vectors is done once."""
+    """Walks a jaxpr with arrays of numbers; the same operation on the same numbers is done once."""
 
-    def __init__(self, size: tuple[int, ...]):
-        self.size = size
-        self.done: dict[tuple, tuple[tuple, Number]] = {}
-
-    def vector(self, number: Number, dtype: Any) -> jax.Array:
-        return lax.full(self.size, number, dtype) if _is_known(number) else number
+    def __init__(self) -> None:
+        self.done: dict[tuple, Vector] = {}
 
     def all(self, closed: ClosedJaxpr, arguments: Iterable[Numbers]) -> list[Numbers]:
         jaxpr = closed.jaxpr
@@ -176,7 +252,8 @@ class _Walk:
 
         def read(variable: Any) -> Numbers:
             if isinstance(variable, Literal):
-                return _constant(np.asarray(variable.val, variable.val.dtype))
+                aval: Any = variable.aval
+                return _constant(np.asarray(variable.val, aval.dtype))
             return values[variable]
 
         for equation in jaxpr.eqns:
@@ -222,38 +299,35 @@ class _Walk:
         constants, carry = inputs[: params["num_consts"]], inputs[params["num_consts"] :]
         jaxpr = params["jaxpr"]
         assert len(carry) == params["num_carry"] == len(jaxpr.out_avals), "only a plain loop"
-        shapes = [(x.shape, aval.dtype) for x, aval in zip(carry, jaxpr.out_avals, strict=True)]
+        inside = [
+            _numbers(x.shape, lambda _, a=aval: Vector(np.dtype(a.dtype)))
+            for x, aval in zip(carry, jaxpr.out_avals, strict=True)
+        ]
 
-        def vectors(arrays: Iterable[Numbers], walk: _Walk) -> list[list[jax.Array]]:
-            pairs = zip(arrays, shapes, strict=True)
-            return [[walk.vector(n, dtype) for n in x.reshape(-1)] for x, (_, dtype) in pairs]
+        def flat(arrays: Iterable[Numbers]) -> list[Number]:
+            return [number for x in arrays for number in x.reshape(-1)]
 
-        def numbers(lists: list[list[jax.Array]]) -> list[Numbers]:
-            arrays = []
-            for flat, (shape, _) in zip(lists, shapes, strict=True):
-                rest = iter(flat)
-                arrays.append(_numbers(shape, lambda _, rest=rest: next(rest)))
-            return arrays
-
-        def once(lists: list[list[jax.Array]], _: None) -> tuple[list[list[jax.Array]], None]:
-            walk = _Walk(self.size)
-            return vectors(walk.all(jaxpr, [*constants, *numbers(lists)]), walk), None
-
-        end, _ = lax.scan(once, vectors(carry, self), length=params["length"])
-        return numbers(end)
+        after = self.all(jaxpr, [*constants, *inside])
+        loop = Loop(params["length"], flat(carry), flat(inside), flat(after))
+        for vector in loop.inside:
+            loop.outside.append(Vector(vector.dtype, "loop", (*loop.start,), {"loop": loop}))
+        rest = iter(loop.outside)
+        return [_numbers(x.shape, lambda _: next(rest)) for x in carry]
 
     def apply(self, primitive: Primitive, params: dict, *operands: Number) -> Number:
         """One scalar operation on every lane; what is known is computed here and now."""
-        name, known = primitive.name, [_is_known(x) for x in operands]
+        name, known = primitive.name, [is_known(x) for x in operands]
         if name == "convert_element_type" and operands[0].dtype == params["new_dtype"]:
             return operands[0]
-        if all(known):
-            if name in FOLDED:
-                return FOLDED[name](*operands)
-            with jax.ensure_compile_time_eval():
-                return np.asarray(primitive.bind(*map(jnp.asarray, operands), **params))[()]
         if name == "select_n" and known[0]:
             return operands[1 + int(operands[0])]
+        if all(known):
+            if name in FOLDED and (name != "div" or operands[0].dtype.kind == "f"):
+                return FOLDED[name](*operands).astype(_dtype(name, params, operands))
+            if name == "convert_element_type":
+                return np.dtype(params["new_dtype"]).type(operands[0])
+            with jax.ensure_compile_time_eval():
+                return np.asarray(primitive.bind(*map(jnp.asarray, operands), **params))[()]
         for side in range(2) if name in NEUTRAL else ():
             if known[side] and operands[side] == NEUTRAL[name][side]:
                 return operands[1 - side]
@@ -261,12 +335,11 @@ class _Walk:
                 return operands[side]
         settings = str(params.get("new_dtype", params.get("y")))
         names = [(x.dtype, x.item()) if k else id(x) for x, k in zip(operands, known, strict=True)]
-        key = (name, settings, *names)
+        key = (name, settings, *(sorted(names, key=str) if name in COMMUTATIVE else names))
         if key not in self.done:
-            vectors = [self.vector(x, x.dtype) for x in operands]
-            # The operands are kept too, so that their ids stay theirs.
-            self.done[key] = (operands, primitive.bind(*vectors, **params))
-        return self.done[key][1]
+            dtype = _dtype(name, params, operands)
+            self.done[key] = Vector(dtype, name, operands, params, primitive)
+        return self.done[key]
 
     def total(self, primitive: Primitive, terms: Iterable[Number]) -> Number:
         return functools.reduce(lambda a, b: self.apply(primitive, {}, a, b), terms)
@@ -368,12 +441,25 @@ MOVES: dict[str, Callable[..., Numbers]] = {
 
 def spring_state(sys: Any, x_i: Any, xd_i: Any, contact: Any = None) -> Any:
     """All that brax's spring physics carries; it follows from the bodies' positions and velocities."""
+    return _rest(sys, *_seen(sys, x_i, xd_i), contact)
+
+
+def _seen(sys: Any, x_i: Any, xd_i: Any) -> tuple:
+    """What follows from the bodies and environments read: world frame and joint angles."""
+    from brax import com, kinematics
+
+    x, xd = com.to_world(sys, x_i, xd_i)
+    j, jd, _, _ = kinematics.world_to_joint(sys, x, xd)
+    return x_i, xd_i, x, xd, *kinematics.inverse(sys, j, jd)
+
+
+def _rest(sys: Any, *seen_and_contact: Any) -> Any:
+    """All that brax carries; what nobody reads of it is left out, by `lanes` and by XLA."""
     from brax import com, kinematics
     from brax.spring.base import State
 
-    x, xd = com.to_world(sys, x_i, xd_i)
+    x_i, xd_i, x, xd, q, qd, contact = seen_and_contact
     j, jd, a_p, a_c = kinematics.world_to_joint(sys, x, xd)
-    q, qd = kinematics.inverse(sys, j, jd)
     i_inv = com.inv_inertia(sys, x)
     mass = sys.link.inertia.mass ** (1 - sys.spring_mass_scale)
     return State(
@@ -382,8 +468,8 @@ def spring_state(sys: Any, x_i: Any, xd_i: Any, contact: Any = None) -> Any:
     )  # fmt: skip
 
 
-def spring_step(env: Any) -> Callable[[Any, Float[Array, " action"]], Any]:
-    """`env.pipeline_step` of a spring environment, in lanes.
+def spring_step(env: Any) -> Callable[[Any, Any], Any]:
+    """`env.pipeline_step` of a spring environment, in lanes: of a physics state and an action.
 
     Only the bodies' positions and velocities pass from one sub-step to the next (and, of a robot of
     `robot_v1.py`, which links touched the ground); whatever a sub-step computes beyond them is never
@@ -397,7 +483,7 @@ def spring_step(env: Any) -> Callable[[Any, Float[Array, " action"]], Any]:
     )
 
     @in_lanes
-    def step(x_i: Any, xd_i: Any, contact: Any, action: jax.Array) -> Any:
+    def step(x_i: Any, xd_i: Any, contact: Any, action: jax.Array) -> tuple:
         def substep(bodies: tuple[Any, Any, Any], _: None) -> tuple[tuple[Any, Any, Any], None]:
             x_i, xd_i, touched = bodies
             after = substep_of(spring_state(sys, x_i, xd_i), action)
@@ -405,7 +491,8 @@ def spring_step(env: Any) -> Callable[[Any, Float[Array, " action"]], Any]:
                 touched = jnp.maximum(touched, after.contact)
             return (after.x_i, after.xd_i, touched), None
 
-        nothing = None if contact is None else jnp.zeros_like(contact)
-        return spring_state(sys, *lax.scan(substep, (x_i, xd_i, nothing), length=env._n_frames)[0])
+        none = None if contact is None else jnp.zeros_like(contact)
+        x_i, xd_i, touched = lax.scan(substep, (x_i, xd_i, none), length=env._n_frames)[0]
+        return *_seen(sys, x_i, xd_i), touched
 
-    return lambda state, action: step(state.x_i, state.xd_i, state.contact, action)
+    return lambda state, action: _rest(sys, *step(state.x_i, state.xd_i, state.contact, action))

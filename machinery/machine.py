@@ -7,7 +7,6 @@ run's plan, so a run may be begun on a CPU and go on on a GPU.
 import functools
 import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -16,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from machinery.config import make_config, require_at_least
-from machinery.files import UserError
+from machinery.files import UserError, cache_directory
 
 
 @dataclass(frozen=True)
@@ -71,8 +70,7 @@ def prepare_jax(cache: bool = True) -> None:
     cores = len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
     jax.config.update("jax_num_cpu_devices", cores)
     if cache:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(home / "quality-diversity-transformer"))
+        jax.config.update("jax_compilation_cache_dir", str(cache_directory()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
