@@ -353,7 +353,9 @@ class Uncertain(MapElites):
 
 
 @eqx.filter_jit
-def first_in_turn(rows: tuple[Players, ...], turns: tuple[Array, ...], seats: int) -> Players:
+def first_in_turn(
+    rows: tuple[Players, ...], turns: tuple[Num[Array, " _"], ...], seats: int
+) -> Players:
     """Of several rows of players, those whose turn comes first, in the order of their turns."""
     seated = jnp.argsort(jnp.concatenate(turns))[:seats]
     return jax.tree.map(lambda *x: jnp.concatenate(x)[seated], *rows)

@@ -17,7 +17,7 @@ from brax.base import Motion, Transform
 from brax.envs.base import PipelineEnv, State
 from brax.io import mjcf
 from brax.spring import integrator, joints
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from machinery.lanes import spring_state
 from machinery.robots import start_on_joints
@@ -39,7 +39,7 @@ class RobotV1(PipelineEnv):
         super().__init__(sys=mjcf.load(path), backend="spring", n_frames=SUBSTEPS[robot])
         self.balls = _balls(self.sys.mj_model)
 
-    def reset(self, rng: Key[Array, ""]) -> State:
+    def reset(self, rng: PRNGKeyArray) -> State:
         physics, zero = start_on_joints(self, rng), jnp.zeros(())
         return State(physics, self._get_obs(physics), zero, zero, {})
 

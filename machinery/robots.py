@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Key
+from jaxtyping import Array, Bool, PRNGKeyArray
 
 from machinery.lanes import spring_step
 
@@ -42,7 +42,7 @@ def load_robot(robot: str, kind: str, backend: str, in_lanes: bool) -> Any:
     return env
 
 
-def start_on_joints(env: Any, key: Key[Array, ""]) -> Any:
+def start_on_joints(env: Any, key: PRNGKeyArray) -> Any:
     """The paper's start: noise on the joints alone, the torso upright and at rest at x = y = 0."""
     q_key, qd_key = jax.random.split(key)
     root = env.sys.link_types[0]

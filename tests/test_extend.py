@@ -30,17 +30,17 @@ from qdt import ConditionedPolicy, Statistics, TrainConfig
 # --- a rule ---------------------------------------------------------------------------------------
 
 
-def softly_better(new: me_ls.Character, old: me_ls.Character) -> Array:
+def gently_better(new: me_ls.Character, old: me_ls.Character) -> Array:
     """Fitness minus a price for spread."""
     return new.fitness - 100.0 * new.spread > old.fitness - 100.0 * old.spread
 
 
-SOFT = me_ls.Rule(
-    "ME-Soft",
+GENTLE = me_ls.Rule(
+    "ME-Gentle",
     "fitness minus a price for spread",
-    "#59a14f",
+    "#123456",
     me_ls.characterise_by_mode,
-    softly_better,
+    gently_better,
 )
 
 # --- a task ---------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ EXPERIMENTS = ("accuracy", "reassess", "reproducibility")
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """For one test: afterwards nobody knows them any more."""
     monkeypatch.setattr(machine, "_current", machine.Machine())
-    monkeypatch.setitem(me_ls.RULES, "me-soft", SOFT)
+    monkeypatch.setitem(me_ls.RULES, "me-gentle", GENTLE)
     monkeypatch.setitem(envs.TASKS, "rooms", Rooms)
     monkeypatch.setitem(envs.TASKS, "room", Room)
     monkeypatch.setitem(qdt.MODELS, "linear", qdt.Model("Linear", LinearConfig, Linear))
@@ -199,13 +199,13 @@ def colours(figure: Any) -> set[str]:
 
 def test_a_rule_of_ones_own(tmp_path: Path) -> None:
     small = settings([*SMALL_QDT, "task.length=6"])
-    run = whole_pipeline(tmp_path, "--algo", "me-soft", *small)
+    run = whole_pipeline(tmp_path, "--algo", "me-gentle", *small)
     page = (tmp_path / "report" / "report.html").read_text()
-    assert "<td>ME-Soft</td>" in page and "<td>QDT(ME-Soft)</td>" in page
-    assert "ME-Soft, seed 0" in page
+    assert "<td>ME-Gentle</td>" in page and "<td>QDT(ME-Gentle)</td>" in page
+    assert "ME-Gentle, seed 0" in page
     figures = drawn(run)
-    assert colours(figures["search"]) == colours(figures["training"]) == {"#59a14f"}
-    assert figures["coverage"].axes[0].get_title() == "ME-Soft"
+    assert colours(figures["search"]) == colours(figures["training"]) == {"#123456"}
+    assert figures["coverage"].axes[0].get_title() == "ME-Gentle"
 
 
 def test_a_task_of_ones_own(tmp_path: Path) -> None:
@@ -280,7 +280,9 @@ def test_two_kinds_of_models_in_one_run(
 def test_a_rule_that_needs_two_episodes_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(me_ls.RULES, "me-soft", replace(SOFT, least_episodes=2))
+    monkeypatch.setitem(me_ls.RULES, "me-gentle", replace(GENTLE, least_episodes=2))
     one = settings([*SEARCH, "search.episodes=1"])
-    assert command("search", "--preset", "tiny", "--algo", "me-soft", "--out", tmp_path, *one) == 1
-    assert "me-soft compares episodes: it needs at least 2" in capsys.readouterr().err
+    assert (
+        command("search", "--preset", "tiny", "--algo", "me-gentle", "--out", tmp_path, *one) == 1
+    )
+    assert "me-gentle compares episodes: it needs at least 2" in capsys.readouterr().err
