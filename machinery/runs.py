@@ -10,6 +10,7 @@ RUN/evaluation/            one JSON file per experiment
 import contextlib
 import importlib.metadata
 import json
+import math
 import platform
 import re
 import sys
@@ -84,7 +85,10 @@ class Stage:
         return self.directory / "metrics.jsonl"
 
     def log(self, row: dict[str, Any]) -> None:
+        """Appends a row. JSON has no word for what is not a number: null."""
         if is_writer():
+            number = lambda x: None if isinstance(x, float) and not math.isfinite(x) else x  # noqa: E731
+            row = {name: number(value) for name, value in row.items()}
             try:
                 with open(self.metrics_path, "a") as file:
                     file.write(json.dumps(row, default=to_plain) + "\n")

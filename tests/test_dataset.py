@@ -486,7 +486,7 @@ def test_a_damaged_meta_json_gives_one_sentence(built, fuzzed, data):
     (fuzzed / "meta.json").write_text(json.dumps(content))
     try:
         opened = ds.open_dataset(fuzzed)
-        ds.BatchReader(opened, 8, seed=0)(0)
+        ds.BatchReader(opened, 8, seed=0).prepare(0)
         assert all(isinstance(count, int) for count in opened.left_out.values())
     except UserError as error:
         assert str(error)

@@ -192,7 +192,7 @@ def test_a_damaged_dataset_is_our_own_error(intact: Path, victim: Path, data: st
     tracemalloc.start()
     try:
         with contextlib.suppress(UserError):
-            dataset.BatchReader(dataset.open_dataset(victim), 8, seed=0)(0)
+            dataset.BatchReader(dataset.open_dataset(victim), 8, seed=0).prepare(0)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
