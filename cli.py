@@ -18,8 +18,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
@@ -27,8 +28,10 @@ from typer.core import TyperCommand
 if TYPE_CHECKING:
     from dataset import Dataset, DatasetConfig
     from envs import Task, TaskConfig
-    from evaluate import Subject
+    from evaluate import Film, Subject
     from machinery.report import Found
+    from machinery.server import Wish
+    from machinery.viewer import Accuracy, Playback
     from me_ls import Repertoire, SearchConfig
     from qdt import ConditionedPolicy, TrainConfig
 
@@ -197,10 +200,10 @@ def make_plan(
     """A plan from the sections of a preset or of a written plan, with changes from the command line."""
     from dataset import DatasetConfig
     from envs import TaskConfig, make_task
-    from machinery.config import known_fields, make_config
+    from machinery.config import known_fields, make_config, refuse_unknown
     from machinery.files import UserError
-    from me_ls import find_rule
-    from qdt import find_model
+    from me_ls import RULES, find_rule
+    from qdt import MODELS, find_model
 
     try:
         stored = {name: dict(sections[name]) for name in STAGES}
@@ -220,6 +223,11 @@ def make_plan(
         "dataset": DatasetConfig,
         "train": find_model(model).config,
     }
+    all_kinds = {name: [kind] for name, kind in kinds.items()}
+    all_kinds["search"] = [rule.config for rule in RULES.values()]
+    all_kinds["train"] = [kind.config for kind in MODELS.values()]
+    for name, fields in stored.items():
+        refuse_unknown(name, fields, all_kinds[name])
     stored["search"]["algo"], stored["train"]["model"] = algo, model
     configs = {
         name: make_config(kind, known_fields(kind, stored[name]) | changes.get(name, {}))
@@ -318,9 +326,9 @@ class Run:
 
     def model_paths(self) -> dict[str, Path]:
         """Of all trained models, the run's own first."""
-        found = sorted(
-            self.directory.glob("*/model.safetensors"), key=lambda p: (len(p.parts[-2]), p)
-        )
+        own = self.plan.train.model
+        paths = self.directory.glob("*/model.safetensors")
+        found = sorted(paths, key=lambda path: (path.parent.name != own, path))
         return {path.parent.name: path for path in found}
 
     def model(self, name: str | None = None) -> "ConditionedPolicy":
@@ -370,6 +378,20 @@ class Run:
         path = self.result_path(experiment)
         content = read_json(path) if path.exists() else None
         return isinstance(content, dict) and content.get("inputs") == self.inputs()
+
+    def accuracy_map(self) -> "Accuracy | None":
+        """How near to every goal its own model and its repertoire come, if that was evaluated."""
+        import numpy as np
+
+        from machinery.files import read_json
+        from machinery.viewer import Accuracy
+
+        if not self.is_evaluated("accuracy"):
+            return None
+        result = read_json(self.result_path("accuracy"))["result"]
+        own = {"model": self.plan.train.model, "repertoire": "repertoire"}
+        distance = {name: np.array(result[key]["distance"], float) for name, key in own.items()}
+        return Accuracy(np.array(result["repertoire"]["goals"]), distance)
 
 
 def variant(stage: str, name: str | None) -> str:
@@ -444,15 +466,18 @@ def begin_stage(
 
     changed = replace(run, plan=make_plan(plain(run.plan), changes))
     with lock(run.directory):
-        stage = "dataset" if section == "dataset" else changed.plan.train.model
-        begun = run.directory / stage / "config.json"
-        amended = changed.plan != run.plan and name is None and not begun.exists()
+        # A model of another kind beside the run's own is a variant, too: it has a directory of its own.
+        plans = (run.plan, changed.plan)
+        stages = {"dataset"} if section == "dataset" else {plan.train.model for plan in plans}
+        configs = [run.directory / stage / "config.json" for stage in stages]
+        new = name is None and not any(config.exists() for config in configs)
+        amended = changed.plan != run.plan and new
         if amended:
             write_plan(run.directory, plain(changed.plan))
         try:
             yield changed
         except UserError:
-            if amended and not begun.exists():  # nothing was made: the mistake is forgotten again
+            if amended and not any(config.exists() for config in configs):  # nothing was made
                 write_plan(run.directory, plain(run.plan))
             raise
 
@@ -832,7 +857,11 @@ def evaluate(
 def act(
     run: RunArgument,
     target: Annotated[
-        str, typer.Option(metavar="X Y", help="The behaviour that is asked for, a number per axis.")
+        list[str],
+        typer.Option(
+            metavar="X Y",
+            help="The behaviour that is asked for, a number per axis. Can be repeated.",
+        ),
     ],
     episodes: Annotated[int, typer.Option(help="From as many random starts.")] = 5,
     seed: Annotated[
@@ -844,13 +873,25 @@ def act(
             help="Also write a page that plays the episodes in 3D.", show_default="no page"
         ),
     ] = None,
+    gif: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also write an animation of the first start, a field for each target.",
+            show_default="no animation",
+        ),
+    ] = None,
+    video: Annotated[
+        Path | None,
+        typer.Option(help="The same as an MP4; needs ffmpeg.", show_default="no video"),
+    ] = None,
 ) -> None:
-    """Behaviour on demand: the QDT plays towards a target."""
+    """Behaviour on demand: the QDT plays towards a target, or several."""
     start_jax()
     import jax
     import jax.numpy as jnp
 
     from evaluate import Filming
+    from machinery import pictures
     from machinery.files import UserError
     from machinery.streams import stream
     from me_ls import spread
@@ -858,21 +899,42 @@ def act(
 
     lineage = open_run(run)
     task, model = lineage.task, lineage.model()
-    goal = jnp.array(parse_target(target, task))
+    goals = [parse_target(text, task) for text in target]
     if episodes < 1:
         raise UserError(f"at least one episode has to be played, not {episodes}.")
+    if html is not None and len(goals) > 1:
+        raise UserError("a page shows one target; --gif and --video show several.")
+    if video is not None:
+        pictures.require_ffmpeg()
     keys = jax.random.split(stream(seed, "act"), (1, episodes))
-    played = play(task, model, goal[None], keys, record=Filming(task))
-    reached, fitness = played.descriptor[0], played.fitness[0]
-    far = jnp.linalg.norm(reached - goal, axis=1)
-    for i in range(episodes):
-        place = " ".join(f"{x:.3f}" for x in reached[i])
-        print(f"start {i + 1}: reached {place}, distance {far[i]:.3f}, fitness {fitness[i]:.1f}")
-    print(f"mean distance {far.mean():.3f}, spread {spread(reached):.3f}")
-    if html is not None:
-        film = jax.tree.map(lambda x: x[0], played.recorded)
-        write_page(html, lineage, film, goal)
-        print(f"{html} plays the episodes.")
+    keys = jnp.repeat(keys, len(goals), axis=0)  # the same starts for every target
+    played = play(task, model, jnp.array(goals), keys, record=Filming(task))
+    for i, goal in enumerate(goals):
+        reached, fitness = played.descriptor[i], played.fitness[i]
+        far = jnp.linalg.norm(reached - jnp.array(goal), axis=1)
+        if len(goals) > 1:
+            print("target " + " ".join(f"{x:g}" for x in goal))
+        for k in range(episodes):
+            place = " ".join(f"{x:.3f}" for x in reached[k])
+            print(
+                f"start {k + 1}: reached {place}, distance {far[k]:.3f}, fitness {fitness[k]:.1f}"
+            )
+        print(f"mean distance {far.mean():.3f}, spread {spread(reached):.3f}")
+    films = [
+        playbacks_of(jax.tree.map(lambda x, i=i: x[i], played.recorded)) for i in range(len(goals))
+    ]
+    with told_if_diverged():
+        if html is not None:
+            write_page(html, lineage, films[0], goals[0])
+            print(f"{html} plays the episodes.")
+        for path, write in ((gif, pictures.write_gif), (video, pictures.write_video)):
+            if path is not None:
+                firsts, bounds = [film[0] for film in films], (task.low, task.high)
+                write(
+                    path,
+                    pictures.Animation(task.scene(), firsts, goals, bounds, kind_of(task), task.dt),
+                )
+                print(f"{path} plays the first start towards each target.")
 
 
 def parse_target(text: str, task: "Task") -> list[float]:
@@ -894,29 +956,143 @@ def parse_target(text: str, task: "Task") -> list[float]:
     return target
 
 
-def write_page(path: Path, run: Run, film: Any, target: Any) -> None:
+@contextmanager
+def told_if_diverged() -> Iterator[None]:
+    from machinery.files import UserError
+
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(f"it cannot be shown. {error}") from None
+
+
+def playbacks_of(film: "Film") -> "list[Playback]":
+    """The episodes of a film as the viewer takes them."""
     import jax
     import numpy as np
 
-    from machinery import viewer
-    from machinery.files import UserError, write_safely
+    from machinery.viewer import Playback
 
-    task, frames = run.task, jax.tree.map(np.asarray, film)
+    frames = jax.tree.map(np.asarray, film)
     columns = (frames.position, frames.rotation, frames.path, frames.contact)
-    playbacks = [
-        viewer.Playback(position, rotation, way, contact if contact.shape[1] else None)
+    return [
+        Playback(position, rotation, way, contact if contact.shape[1] else None)
         for position, rotation, way, contact in zip(*columns, strict=True)
     ]
-    title, bounds = f"{run.plan.task.task}: behaviour on demand", (task.low, task.high)
-    kind = "omni" if task.is_place else "uni"
-    try:
-        text = viewer.page(
-            title, task.scene(), playbacks, np.asarray(target), bounds, kind, task.dt
-        )
-    except ValueError as error:  # an episode that diverged
-        raise UserError(f"{path} is not written. {error}") from None
+
+
+def kind_of(task: "Task") -> Literal["omni", "uni"]:
+    return "omni" if task.is_place else "uni"
+
+
+def write_page(
+    path: Path, run: Run, playbacks: "Sequence[Playback]", target: Sequence[float]
+) -> None:
+    from machinery import viewer
+    from machinery.files import write_safely
+
+    task, title = run.task, f"{run.plan.task.task}: behaviour on demand"
+    bounds = task.low, task.high
+    text = viewer.page(title, task.scene(), playbacks, target, bounds, kind_of(task), task.dt)
     with write_safely(path) as file:
         file.write(text.encode())
+
+
+@app.command()
+def serve(
+    run: RunArgument,
+    host: Annotated[
+        str, typer.Option(help="The address to listen on; 0.0.0.0 is all of this machine's.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    starts: Annotated[
+        int, typer.Option(help="From as many random starts at once.", min=1, max=32)
+    ] = 4,
+    seed: Annotated[
+        int, typer.Option(help="Determines the first random starts.", min=0, max=2**31 - 1)
+    ] = 0,
+) -> None:
+    """Behaviour on demand, live: a page on which a click asks for a behaviour."""
+    start_jax()
+    from machinery import server, viewer
+    from machinery.driver import tell
+
+    lineage = open_run(run)
+    task, players = lineage.task, Players(lineage, starts)
+    middle = [(a + b) / 2 for a, b in zip(task.low, task.high, strict=True)]
+    films: dict[str, list[Playback]] = {}
+    with server.reserve(host, port) as reserved, server.Worker() as worker:
+        for name in players.all:
+            tell(f"{run}: {players.titles[name]} gets ready to play; this compiles, once.")
+            began = time.monotonic()
+            rehearsal = partial(players.film, name, middle, seed, players.noise)
+            films[name] = worker.submit(rehearsal).result()
+            tell(f"Ready after {time.monotonic() - began:.1f} s.")
+        accuracy = lineage.accuracy_map()
+        if accuracy is None:
+            tell(f"The map stays white; `qdt evaluate accuracy {run}` gives it its colours.")
+        with told_if_diverged():
+            page = viewer.page(
+                f"{lineage.plan.task.task}: behaviour on demand",
+                players.scene,
+                films["model"],
+                middle,
+                (task.low, task.high),
+                kind_of(task),
+                task.dt,
+                live=viewer.Live(players.titles, seed, players.noise, accuracy),
+            )
+        space = server.Space(task.low, task.high, list(players.all))
+        app = server.make_app(
+            page,
+            viewer.security_policy(live=True),
+            space,
+            players.play,
+            worker,
+            server.own_names(host, port),
+        )
+        running = server.make_http_server(app, reserved)
+        shown = f"[{host}]" if ":" in host else host
+        tell(f"Open http://{shown}:{port}/ in a browser. Ctrl-C ends it.")
+        running.serve_forever()
+    tell("Ended.")
+
+
+class Players:
+    """Who can play before the page of a run. Whatever JAX computes for it, one thread asks for."""
+
+    def __init__(self, run: Run, starts: int):
+        from evaluate import refuse_empty
+        from qdt import find_model
+
+        model, repertoire = run.model(), run.repertoire()
+        refuse_empty(repertoire)
+        self.task, self.scene, self.starts = run.task, run.task.scene(), starts
+        self.all = {"model": model, "repertoire": repertoire}
+        title = find_model(run.plan.train.model).title
+        self.titles = {"model": title, "repertoire": "nearest policy"}
+        self.noise = float(model.statistics.action_noise)
+
+    def film(
+        self, player: str, target: Sequence[float], seed: int, noise: float
+    ) -> "list[Playback]":
+        import jax
+        import jax.numpy as jnp
+
+        from evaluate import film
+        from machinery.streams import stream
+
+        (starts,) = jax.random.split(stream(seed, "act"), (1, self.starts))  # as `qdt act` has them
+        goal = jnp.array(target, float)
+        return playbacks_of(film(self.task, self.all[player], goal, starts, noise))
+
+    def play(self, wish: "Wish") -> dict[str, Any]:
+        from machinery.viewer import pack
+
+        noise = self.noise if wish.noise else 0.0
+        films = {name: self.film(name, wish.target, wish.seed, noise) for name in wish.players}
+        with told_if_diverged():
+            return pack(self.scene, films, wish.target)
 
 
 @app.command()

@@ -390,7 +390,7 @@ def play_shard(
 
 def to_store(
     arrays: Arrays, diverged: Bool[np.ndarray, " n"], meta: Meta, most: int
-) -> tuple[Arrays, dict[str, int], dict[str, float]]:
+) -> tuple[dict[str, Shaped[np.ndarray, "stored ..."]], dict[str, int], dict[str, float]]:
     """The first `most` trajectories that are worth it; how many are left out, by reason; rounding errors.
 
     A number that is not finite, or too large for float16, makes a trajectory count as diverged.

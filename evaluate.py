@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from envs import Episodes, State, Task, path, rollout
+from envs import Episodes, State, Task, identity, path, rollout
 from machinery.files import UserError
 from machinery.streams import stream
 from me_ls import (
@@ -271,6 +271,56 @@ class Filming(eqx.Module):
 
     def __call__(self, state: State, action: Float[Array, " action"]) -> Film:
         return Film(*self.task.pose(state), state.descriptor, self.task.touching(state))
+
+
+class Shaken(eqx.Module):
+    """A policy whose actions are disturbed as `play_episode` does it, by a noise that is a number of the
+    program, not a part of it: switching it on or off compiles nothing."""
+
+    policy: Any
+    key: Key[Array, "*starts"]
+    noise: Float[Array, "*starts"]
+
+    def start(self) -> Any:
+        return self.policy.start()
+
+    def act(self, memory: Any, state: State) -> tuple[Float[Array, " action"], Any]:
+        action, memory = self.policy.act(memory, state)
+        shake = jax.random.normal(jax.random.fold_in(self.key, state.time), action.shape)
+        return jnp.clip(action, -1.0, 1.0) + self.noise * shake, memory
+
+
+class Towards(eqx.Module):
+    """Makes the policy of a target that stands in its place."""
+
+    model: ConditionedPolicy
+
+    def __call__(self, member: Shaken) -> Shaken:
+        return Shaken(self.model.policy(member.policy), member.key, member.noise)
+
+
+def film(
+    task: Task,
+    player: Repertoire | ConditionedPolicy,
+    target: Float[Array, " d"],
+    starts: Key[Array, " starts"],
+    noise: float,
+) -> Film:
+    """A conditioned policy, or the nearest one of a repertoire, plays towards a target from some starts.
+
+    The same episodes as `play` and `rollout` would play with this noise.
+    """
+    who, policy = target, identity
+    if isinstance(player, Repertoire):
+        (cell,) = nearest_policy(player, target[None])
+        who = jax.tree.map(lambda x: x[cell], player.policies)
+    else:
+        policy = Towards(player)
+    each = jax.tree.map(lambda x: jnp.repeat(x[None], len(starts), axis=0), who)
+    noise_keys = jax.vmap(lambda key: jax.random.split(key)[1])(starts)
+    members = Shaken(each, noise_keys, jnp.full(len(starts), noise))
+    played = rollout(task, members, starts[:, None], policy, Filming(task))
+    return jax.tree.map(lambda x: x[:, 0], played.recorded)
 
 
 # --- by name ----------------------------------------------------------------------------------------

@@ -8,5 +8,6 @@ Those may import from here; nothing in here imports from them.
     streams                           where randomness comes from
     files, runs, shards, minari       what is on disk, and how it gets there whole or not at all
     config, presets.toml, driver      settings, plans, and the loop around every search and training
-    plots, report, viewer             figures, tables beside the paper's (paper.json), robots in a browser
+    plots, report                     figures, tables beside the paper's (paper.json)
+    viewer, server, pictures          robots in a browser, live there on demand, and without one
 """

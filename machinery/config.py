@@ -33,6 +33,13 @@ def known_fields(kind: type, values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in field_types(kind)}
 
 
+def refuse_unknown(section: str, values: dict[str, Any], kinds: list[type]) -> None:
+    """Refuses a field that none of these configs has: it would be forgotten without a word."""
+    known = {name for kind in kinds for name in field_types(kind)}
+    if unknown := sorted(set(values) - known):
+        raise UserError(f"{', '.join(unknown)}: there is no such field in the {section} of a plan.")
+
+
 def _typed(name: str, kind: Any, value: Any) -> Any:
     """`value`, which may be text from the command line, as the type of its field."""
     origin, arguments = get_origin(kind), get_args(kind)

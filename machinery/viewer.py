@@ -3,7 +3,8 @@
 Behaviour on demand is best judged by eye: did the robot walk to the target, did its feet touch the
 ground as often as they were asked to? `page` packs the robot's shape (`Scene`), its recorded motion
 (`Playback`, one per start state) and the target into a single file. The page holds everything it
-needs; its own security policy forbids it to fetch anything.
+needs; its own security policy forbids it to fetch anything. With `Live` it may ask one server, the
+one it came from, to play another target: that is `machinery/server.py`.
 
 The picture is drawn without WebGL, because a GPU is not always there (a server, a remote desktop, a
 test): the ground is plain 2D canvas polygons, and the robot's spheres, capsules and boxes are
@@ -14,6 +15,7 @@ Imports nothing of the project: numpy arrays in, text out.
 """
 
 import base64
+import hashlib
 import html
 import json
 import re
@@ -54,6 +56,11 @@ class Scene:
     geoms: list[Geom]
     feet: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def bodies(self) -> int:
+        """How many bodies there must be."""
+        return 1 + max((geom.body for geom in self.geoms), default=WORLD)
+
 
 @dataclass(frozen=True)
 class Playback:
@@ -63,6 +70,24 @@ class Playback:
     rotations: Float[np.ndarray, "time body 4"]  # wxyz, as in brax
     descriptor_path: Float[np.ndarray, "time d"]
     contacts: Shaped[np.ndarray, "time foot"] | None = None  # not 0: the foot touches the ground
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """The background of the map: how far from each goal everybody ended who was asked for it."""
+
+    goals: Float[np.ndarray, "goals d"]
+    distance: dict[str, Float[np.ndarray, " goals"]]  # by player; NaN where it is not known
+
+
+@dataclass(frozen=True)
+class Live:
+    """What a page that is served can ask for."""
+
+    players: dict[str, str]  # the titles of those who can play, by the names they are asked for by
+    seed: int  # of the start states that the page opens with
+    noise: float  # on the actions, if it is switched on
+    accuracy: Accuracy | None = None
 
 
 def scene_from_brax(sys: Any, feet: Sequence[int] = ()) -> Scene:
@@ -81,7 +106,7 @@ def scene_from_brax(sys: Any, feet: Sequence[int] = ()) -> Scene:
         if shape is None:
             # A mesh, an ellipsoid, ...: its bounding box is better than a hole in the robot.
             shape, size = "box", model.geom_aabb[i][3:]
-            position = position + _rotate(rotation, model.geom_aabb[i][:3])
+            position = position + rotate(rotation, model.geom_aabb[i][:3])
         geoms.append(Geom(shape, _floats(size), colour, body, _floats(position), _floats(rotation)))
     return Scene(geoms, dict(zip(link_labels(sys, feet), map(int, feet), strict=True)))
 
@@ -106,6 +131,8 @@ def page(
     bounds: Any,
     kind: Literal["omni", "uni"] = "omni",
     dt: float = 0.05,
+    player: str = "model",
+    live: Live | None = None,
 ) -> str:
     """The HTML page that plays `playbacks`.
 
@@ -113,47 +140,94 @@ def page(
     each a number or one number per dimension. `kind` says what a descriptor is: a place on the
     ground, which is drawn there ('omni'), or shares of ground contact, which are drawn as a chart
     with a lamp per foot ('uni'). `dt` is the time in seconds between two rows of a playback.
+    `player` is the name of who plays, and `live` what else the page may ask its server for.
     """
-    target = np.asarray(target, np.float32)
+    target = np.asarray(target, float)
     if target.ndim != 1 or (kind == "omni" and target.shape != (2,)):
         raise ValueError(f"The target must be {'x and y' if kind == 'omni' else 'a list'}.")
-    if not np.isfinite(target).all():
-        raise ValueError(f"The target must be finite, not {target.tolist()}.")
-    low, high = (np.broadcast_to(np.asarray(b, np.float32), target.shape) for b in bounds)
+    low, high = (np.broadcast_to(np.asarray(b, float), target.shape) for b in bounds)
     if not (high > low).all():
         raise ValueError(f"The bounds must be (low, high) with low < high, not {bounds}.")
     if kind not in ("omni", "uni"):
         raise ValueError(f"The kind must be 'omni' or 'uni', not '{kind}'.")
     if not dt > 0:
         raise ValueError(f"The time between two steps must be positive, not {dt}.")
-    if not playbacks:
-        raise ValueError("There is no episode to play.")
-    bodies = 1 + max((geom.body for geom in scene.geoms), default=WORLD)
-    if bodies == 0:
-        raise ValueError("The scene has no geom that moves.")
     data = {
         "title": title,
         "kind": kind,
         "dt": float(dt),
-        "target": target.tolist(),
         "bounds": [low.tolist(), high.tolist()],
         "geoms": [vars(geom) for geom in scene.geoms],
         "feet": [[label, body] for label, body in scene.feet.items()],
-        "episodes": [_pack(p, i, bodies, len(target)) for i, p in enumerate(playbacks, 1)],
+        "played": pack(scene, {player: playbacks}, target),
+        "live": live and _pack_live(live),
     }
     # Inside a script element only '<' could end it or open a comment.
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    fields = {"TITLE": html.escape(title), "DATA": text}
+    fields = {
+        "TITLE": html.escape(title),
+        "DATA": text,
+        "POLICY": security_policy(live is not None),
+    }
     fields |= {"STYLE": _asset("viewer.css"), "SCRIPT": _asset("viewer.js")}
     return re.sub("@@([A-Z]+)@@", lambda match: fields[match[1]], _asset("viewer.html"))
 
 
+def security_policy(live: bool) -> str:
+    """The page's own style and script are allowed, by their checksums, and nothing else."""
+
+    def allowed(asset: str) -> str:
+        checksum = hashlib.sha256(("\n" + _asset(asset)).encode()).digest()
+        return f"'sha256-{base64.b64encode(checksum).decode()}'"
+
+    policy = f"default-src 'none'; script-src {allowed('viewer.js')}; "
+    policy += (
+        f"style-src {allowed('viewer.css')}; img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    return policy + ("; connect-src 'self'" if live else "")
+
+
+def pack(
+    scene: Scene,
+    playbacks: dict[str, Sequence[Playback]],
+    target: Sequence[float] | np.ndarray,
+) -> dict[str, Any]:
+    """What was played towards a target, by player, as the page reads it."""
+    target = np.asarray(target, float)
+    if not np.isfinite(target).all():
+        raise ValueError(f"The target must be finite, not {target.tolist()}.")
+    if not playbacks or not all(playbacks.values()):
+        raise ValueError("There is no episode to play.")
+    players = [
+        {
+            "name": name,
+            "episodes": [_pack(p, i, scene, len(target)) for i, p in enumerate(episodes, 1)],
+        }
+        for name, episodes in playbacks.items()
+    ]
+    return {"target": target.tolist(), "players": players}
+
+
+def _pack_live(live: Live) -> dict[str, Any]:
+    accuracy = None
+    if live.accuracy is not None:
+        distance = {
+            name: [round(float(x), 5) if np.isfinite(x) else None for x in values]
+            for name, values in live.accuracy.distance.items()
+        }
+        accuracy = {"goals": [_floats(goal) for goal in live.accuracy.goals], "distance": distance}
+    return vars(live) | {"players": list(live.players.items()), "accuracy": accuracy}
+
+
 def _asset(name: str) -> str:
-    return (Path(__file__).parent / "page" / name).read_text()
+    return (Path(__file__).parent / "page" / name).read_text(encoding="utf-8")
 
 
-def _pack(playback: Playback, number: int, bodies: int, d: int) -> dict[str, Any]:
-    """The arrays of episode `number` as text, after a check that the page can play them."""
+def check(playback: Playback, number: int, scene: Scene, d: int) -> None:
+    """Raises a ValueError if episode `number` cannot be shown."""
+    bodies = scene.bodies
+    if bodies == 0:
+        raise ValueError("The scene has no geom that moves.")
     steps, contacts = len(playback.positions), playback.contacts
     expected = {
         "positions": ("time", "body", 3),
@@ -173,8 +247,14 @@ def _pack(playback: Playback, number: int, bodies: int, d: int) -> dict[str, Any
         raise ValueError(f"Episode {number} moves {sizes['body']} bodies, the scene has {bodies}.")
     if contacts is not None and (contacts.ndim != 2 or len(contacts) != steps):
         raise ValueError(f"Episode {number}: contacts needs a row for each of {steps} steps.")
+
+
+def _pack(playback: Playback, number: int, scene: Scene, d: int) -> dict[str, Any]:
+    """The arrays of episode `number` as text, after a check that the page can play them."""
+    check(playback, number, scene, d)
+    contacts, bodies = playback.contacts, scene.bodies
     return {
-        "steps": steps,
+        "steps": len(playback.positions),
         "bodies": bodies,
         "feet": 0 if contacts is None else contacts.shape[1],
         "positions": _base64(playback.positions[:, :bodies]),
@@ -192,7 +272,10 @@ def _floats(array: np.ndarray) -> tuple[float, ...]:
     return tuple(round(float(value), 5) for value in array)
 
 
-def _rotate(quaternion: np.ndarray, vector: np.ndarray) -> np.ndarray:
+def rotate(
+    quaternion: Float[np.ndarray, "4"], vector: Float[np.ndarray, "3"]
+) -> Float[np.ndarray, "3"]:
+    """The vector, turned by a quaternion wxyz."""
     w, axis = quaternion[0], quaternion[1:]
     turn = 2 * np.cross(axis, vector)
     return vector + w * turn + np.cross(axis, turn)

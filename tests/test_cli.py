@@ -301,6 +301,10 @@ WRONG_PLANS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda plan: plan | {"task": plan["task"] | {"task": "cartpole"}},
         "unknown task 'cartpole'; there are point-omni, ",
     ),
+    "a misspelt field": (
+        lambda plan: plan | {"train": plan["train"] | {"widht": 16}},
+        "widht: there is no such field in the train of a plan",
+    ),
     "a wrong value": (
         lambda plan: plan | {"search": plan["search"] | {"cells": "many"}},
         "cells must be a whole number",

@@ -259,12 +259,16 @@ def test_two_kinds_of_models_in_one_run(
     assert command("search", "--preset", "tiny", "--task", "rooms", "--out", run, *small) == 0
     assert command("dataset", run) == 0
     assert command("train", run) == 0
+    assert command("train", run, "--set", "train.model=linear") == 0
     assert command("train", run, "--name", "plain", "--set", "train.model=linear") == 0
-    assert list(cli.open_run(run).model_paths()) == ["qdt", "linear-plain"]
+    opened = cli.open_run(run)
+    assert opened.plan.train.model == "qdt" and isinstance(opened.model(), qdt.QDT)
+    assert list(opened.model_paths()) == ["qdt", "linear", "linear-plain"]
     assert command("evaluate", "accuracy", run) == 0
     assert command("report", run, "--out", tmp_path / "report") == 0
     table = (tmp_path / "report" / "accuracy-rooms.md").read_text()
     assert "| QDT(ME-LS) |" in table and "| Linear(ME-LS, plain) |" in table
+    assert "| Linear(ME-LS) |" in table
 
     monkeypatch.delitem(qdt.MODELS, "linear")  # somebody else's machine
     assert command("report", run, "--out", tmp_path / "report") == 0

@@ -60,18 +60,20 @@ def systems() -> dict:
 def test_the_page_needs_nothing_from_the_network():
     page = point_page()
     assert not re.search(r"(?:https?:)?//[a-z0-9.-]+\.[a-z]{2,}", page, re.IGNORECASE)
-    assert not re.search(r"\b(?:fetch|import|XMLHttpRequest|WebSocket)\s*\(", page)
+    assert not re.search(r"\b(?:import|XMLHttpRequest|WebSocket)\s*\(", page)
     assert set(re.findall(r'(?:src|href)="([^"]*)"', page)) == {"data:,"}
-    assert "default-src 'none'" in page  # and the browser would refuse to fetch
+    assert "default-src 'none'" in page and "connect-src" not in page  # the browser would refuse
 
 
 def test_what_is_recorded_is_what_is_played():
     episode = trot((0.2, 0.7))
     scene = viewer.Scene(viewer.point_scene().geoms, {"back": 0, "front": 0})
     data = data_of(viewer.page("t", scene, [episode], (0.25, 0.5), ((0, 0), (1, 1)), "uni", 0.1))
-    assert (data["kind"], data["dt"], data["target"]) == ("uni", 0.1, [0.25, 0.5])
+    assert (data["kind"], data["dt"], data["live"]) == ("uni", 0.1, None)
     assert data["bounds"] == [[0, 0], [1, 1]] and data["feet"] == [["back", 0], ["front", 0]]
-    (played,) = data["episodes"]
+    assert data["played"]["target"] == [0.25, 0.5]
+    (player,) = data["played"]["players"]
+    (played,) = player["episodes"]
     assert (played["steps"], played["bodies"], played["feet"]) == (40, 1, 2)
     for name, array in {
         "positions": episode.positions,
@@ -237,6 +239,9 @@ def browse(page: str, folder: Path, *options: str) -> tuple[str, str]:
 def test_the_page_plays_in_a_browser_without_network_or_errors(tmp_path):
     page = point_page(HOSTILE, dt=0.1)
     page = page.replace("</head>", CLOCK + "</head>").replace("</body>", VISIT + "</body>")
+    page = re.sub(
+        "script-src 'sha256-[^']*'", "script-src 'unsafe-inline'", page
+    )  # for the visitor
     shown, errors = browse(page, tmp_path, "--dump-dom")
     assert errors == ""
     found = re.search(r'data-note="([^"]*)"', shown)

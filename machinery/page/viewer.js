@@ -2,20 +2,25 @@
 {  // a block, so that no name meets one of the browser's
 const $ = id => document.getElementById(id);
 const data = JSON.parse($("data").textContent);
-const uni = data.kind === "uni", target = data.target, [low, high] = data.bounds;
+const uni = data.kind === "uni", [low, high] = data.bounds, D = low.length, live = data.live;
 const TARGET = [0.88, 0.08, 0.36], CONTACT = [0.07, 0.78, 0.45];
+const colour = player => player.name === "repertoire" ? "#b4520a" : "#1f6feb";
 const css = (c, alpha) => "rgba(" + c.map(v => Math.round(255 * v)) + "," + alpha + ")";
 
-// ---- the episodes ----
+// ---- the episodes: what every player did from the same start states ----
 function floats(text) {
   const bytes = Uint8Array.from(atob(text), c => c.charCodeAt(0));
   const view = new DataView(bytes.buffer);
   return Float32Array.from({length: bytes.length / 4}, (_, i) => view.getFloat32(4 * i, true));
 }
-const episodes = data.episodes.map(e => Object.assign({}, e, {
-  positions: floats(e.positions), rotations: floats(e.rotations),
-  descriptors: floats(e.descriptors), contacts: e.contacts && floats(e.contacts)}));
-const D = target.length, descriptor = (e, i) => [...e.descriptors.subarray(i * D, (i + 1) * D)];
+const unpack = players => players.map(player => ({name: player.name,
+  episodes: player.episodes.map(e => Object.assign({}, e, {
+    positions: floats(e.positions), rotations: floats(e.rotations),
+    descriptors: floats(e.descriptors), contacts: e.contacts && floats(e.contacts)}))}));
+let target = data.played.target, players = unpack(data.played.players);
+const title = player => new Map(live ? live.players : []).get(player.name) || player.name;
+const descriptor = (e, i) => [...e.descriptors.subarray(i * D, (i + 1) * D)];
+const end = e => descriptor(e, e.steps - 1);
 const distance = d => Math.hypot(...d.map((v, k) => v - target[k]));
 const brackets = d => "(" + d.map(v => v.toFixed(2).replace("-", "−")).join(", ") + ")";
 
@@ -69,14 +74,16 @@ function shapes(e, step) {
 }
 // The unit of length: the robot's reach, or a fortieth of the plane's width if that is more.
 let U = uni ? 0 : (high[0] - low[0]) / 40;
-const middle = body(episodes[0], 0, 0).position;
-for (const s of shapes(episodes[0], 0)) for (const end of [s.from, s.to]) {
-  U = Math.max(U, Math.hypot(...add(end, middle, -1)) + s.radius);
+const first = players[0].episodes[0], middle = body(first, 0, 0).position;
+for (const s of shapes(first, 0)) for (const tip of [s.from, s.to]) {
+  U = Math.max(U, Math.hypot(...add(tip, middle, -1)) + s.radius);
 }
-const top = [...target, ground + 2 * U];
-const pole = uni ? [] : [
-  {colour: [1, 0.2, 0.48], radius: 0.05 * U, from: [...target, ground], to: top},
-  {colour: [1, 0.2, 0.48], radius: 0.24 * U, from: top, to: top}];
+function pole() {  // stands where the robot should go
+  const top = [...target, ground + 2 * U];
+  return uni ? [] : [
+    {colour: [1, 0.2, 0.48], radius: 0.05 * U, from: [...target, ground], to: top},
+    {colour: [1, 0.2, 0.48], radius: 0.24 * U, from: top, to: top}];
+}
 
 // ---- the camera ----
 const canvas = $("view"), ctx = canvas.getContext("2d");
@@ -90,14 +97,16 @@ function aim(e, step) {
     // direction from the start is mixed in.
     const back = unit([start[0] - target[0], start[1] - target[1], 0]);
     const k = (camera.overview ? 1e6 : 4) * U;
-    yaw += Math.atan2(p[1] - target[1] + k * back[1], p[0] - target[0] + k * back[0]);
+    yaw += live && camera.overview ? -Math.PI / 2 - 0.3  // as on the map: x to the right, y up
+      : Math.atan2(p[1] - target[1] + k * back[1], p[0] - target[0] + k * back[0]);
   }
   if (camera.overview) {
-    const points = uni ? [] : [target];
+    const points = uni ? [] : live ? [low, high] : [target];  // live: all that can be asked for
     for (let i = 0; i < e.steps; i++) points.push(e.positions.subarray(3 * i * e.bodies));
     const span = [0, 1].map(k => points.map(q => q[k])).map(v => [Math.min(...v), Math.max(...v)]);
     focus = [...span.map(v => (v[0] + v[1]) / 2), ground];
-    far = 2.3 * (0.5 * Math.hypot(...span.map(v => v[1] - v[0])) + 2 * U);
+    const reach = 0.5 * Math.hypot(...span.map(v => v[1] - v[0]));
+    far = live ? 1.9 * (reach + 0.5 * U) : 2.3 * (reach + 2 * U);
   }
   far *= camera.zoom;
   const pitch = camera.overview ? Math.min(1.5, camera.pitch + 0.45) : camera.pitch;
@@ -141,7 +150,17 @@ function shadow(s, grow) {  // the outline of a capsule seen from above
     return [end[0] + r * Math.cos(angle), end[1] + r * Math.sin(angle), ground];
   });
 }
-function drawGround(e, step, view, robot) {
+function drawPath(e, step, style, thick) {
+  const path = [];
+  for (let i = 0; i <= Math.floor(step); i++) {
+    path.push([e.positions[3 * i * e.bodies], e.positions[3 * i * e.bodies + 1], ground]);
+  }
+  path.push([...body(e, 0, step).position.slice(0, 2), ground]);
+  ctx.strokeStyle = ctx.fillStyle = style; ctx.lineWidth = thick; ctx.beginPath();
+  trace(path, false); ctx.stroke();
+  ctx.beginPath(); trace(circle(path[0][0], path[0][1], 0.13 * U), true); ctx.fill();
+}
+function drawGround(view) {
   const sky = ctx.createLinearGradient(0, Math.min(view.horizon, 0), 0, Math.max(view.horizon, 1));
   sky.addColorStop(0, "#bcd3e8"); sky.addColorStop(1, "#eef3f7");
   ctx.fillStyle = sky; ctx.fillRect(0, 0, width, height);
@@ -174,18 +193,12 @@ function drawGround(e, step, view, robot) {
       ctx.fillStyle = css(TARGET, alpha); ctx.beginPath();
       trace(circle(target[0], target[1], r * U), true); ctx.fill();
     });
-    const path = [];
-    for (let i = 0; i <= Math.floor(step); i++) {
-      path.push([e.positions[3 * i * e.bodies], e.positions[3 * i * e.bodies + 1], ground]);
-    }
-    path.push([...body(e, 0, step).position.slice(0, 2), ground]);
-    ctx.strokeStyle = ctx.fillStyle = "#1f6feb"; ctx.lineWidth = 4; ctx.beginPath();
-    trace(path, false); ctx.stroke();
-    ctx.beginPath(); trace(circle(path[0][0], path[0][1], 0.13 * U), true); ctx.fill();
   }
+}
+function drawShadows(all) {
   for (const grow of [1.3, 1.1, 0.9, 0.7]) {  // all in one fill, so that overlaps are not darker
     ctx.fillStyle = "rgba(25,35,50,0.11)"; ctx.beginPath();
-    for (const s of [...robot, ...pole]) trace(shadow(s, grow), true);
+    for (const s of all) trace(shadow(s, grow), true);
     ctx.fill();
   }
 }
@@ -263,7 +276,7 @@ function meeter(s) {  // the function that sends a ray to this shape
     return t > 0;
   };
 }
-function drawSolids(all) {
+function drawSolids(all, alpha) {
   const seen = all.map(s => [s, extent(s)]).filter(pair => pair[1]);
   if (!seen.length) return;
   const [left, top, end, bottom] = seen.map(pair => pair[1]).reduce((a, b) =>
@@ -293,46 +306,76 @@ function drawSolids(all) {
   }
   const w = end - left, h = bottom - top;
   layerCtx.putImageData(image, 0, 0, left, top, w, h);
+  ctx.globalAlpha = alpha;
   ctx.drawImage(layer, left, top, w, h, left / fine, top / fine, w / fine, h / fine);
+  ctx.globalAlpha = 1;
 }
 function drawLabel() {
   const c = toCamera([...target, ground + 2.45 * U]);
   if (uni || c[2] < 0.1 * U) return;
-  const [x, y] = toScreen(c), text = "target " + brackets(target);
-  ctx.font = "600 14px system-ui, sans-serif"; ctx.textAlign = "center"; ctx.lineWidth = 4;
+  write("target " + brackets(target), ...toScreen(c), "center", "#c40d50");
+}
+function write(text, x, y, align, style) {
+  ctx.font = "600 14px system-ui, sans-serif"; ctx.textAlign = align; ctx.lineWidth = 4;
   ctx.strokeStyle = "rgba(255,255,255,0.9)"; ctx.strokeText(text, x, y);
-  ctx.fillStyle = "#c40d50"; ctx.fillText(text, x, y);
+  ctx.fillStyle = style; ctx.fillText(text, x, y);
+}
+function drawView(player, step) {  // the robot from its start, and its other starts as ghosts
+  const e = player.episodes[state.start], robot = shapes(e, step), view = aim(e, step);
+  const others = state.ghosts ? player.episodes.filter(other => other !== e) : [];
+  drawGround(view);
+  if (!uni) {
+    for (const other of others) drawPath(other, step, "rgba(90,105,120,0.35)", 2);
+    drawPath(e, step, colour(player), 4);
+  }
+  drawShadows([...robot, ...pole()]);
+  drawSolids(others.flatMap(other => shapes(other, step)), 0.3);
+  drawSolids([...robot, ...pole()], 1);
+  drawLabel();
+  if (players.length > 1) write(title(player), 14, 24, "left", colour(player));
 }
 
 // ---- the chart of the descriptor space ----
 const chart = $("chart"), pen = chart.getContext("2d");
 const foot = k => data.feet[k] ? data.feet[k][0] : "foot " + (k + 1);
 const names = uni ? [0, 1].map(k => foot(k) + " on the ground (share of steps)") : ["x", "y"];
-function drawBars(here) {  // for other than two dimensions: how far each has come, with the target
-  const size = chart.clientWidth, gap = size / D;
+function barHeight(v, k) {
+  return 12 + (chart.clientWidth - 44) * (high[k] - v) / (high[k] - low[k]);
+}
+function drawBars(row) {  // for other than two dimensions: how far each has come, with the target
+  const size = chart.clientWidth, gap = size / D, Y = barHeight;
   pen.clearRect(0, 0, size, size);
   pen.textAlign = "center"; pen.font = "12px system-ui, sans-serif";
-  const Y = (v, k) => 12 + (size - 44) * (high[k] - v) / (high[k] - low[k]);
-  target.forEach((goal, k) => {
+  (wish || target).forEach((goal, k) => {
     const x = (k + 0.25) * gap, w = gap / 2;
     pen.fillStyle = "#e4e9ee"; pen.fillRect(x, Y(high[k], k), w, Y(low[k], k) - Y(high[k], k));
-    pen.fillStyle = "#1f6feb"; pen.fillRect(x, Y(here[k], k), w, Y(low[k], k) - Y(here[k], k));
+    players.forEach((player, i) => {
+      const here = descriptor(player.episodes[state.start], row)[k], share = w / players.length;
+      pen.fillStyle = colour(player);
+      pen.fillRect(x + i * share, Y(here, k), share, Y(low[k], k) - Y(here, k));
+    });
     pen.fillStyle = css(TARGET, 1); pen.fillRect(x - 6, Y(goal, k) - 2, w + 12, 4);
     pen.fillStyle = "#5b6b7a"; pen.fillText(foot(k), x + w / 2, size - 13);
   });
 }
-function drawChart(e, row) {
-  const size = chart.clientWidth, pad = 46, span = size - pad - 12;
-  const X = v => pad + span * (v - low[0]) / (high[0] - low[0]);
-  const Y = v => 12 + span * (high[1] - v) / (high[1] - low[1]);
+const PAD = 46, span = () => chart.clientWidth - PAD - 12;  // of the map inside its labels
+const X = v => PAD + span() * (v - low[0]) / (high[0] - low[0]);
+const Y = v => 12 + span() * (high[1] - v) / (high[1] - low[1]);
+function drawChart(row) {
+  const size = chart.clientWidth;
+  const ring = (d, r, style) => {
+    pen.strokeStyle = style; pen.beginPath(); pen.arc(X(d[0]), Y(d[1]), r, 0, 7); pen.stroke();
+  };
   const disc = (d, r, fill) => {
     pen.fillStyle = fill; pen.beginPath(); pen.arc(X(d[0]), Y(d[1]), r, 0, 7); pen.fill();
   };
   pen.clearRect(0, 0, size, size);
+  const background = accuracyMap();
+  if (background) pen.drawImage(background, PAD, 12, span(), span());
   pen.font = "12px system-ui, sans-serif"; pen.lineWidth = 1; pen.fillStyle = "#5b6b7a";
   for (let k = 0; k <= 4; k++) {
     const x = low[0] + k / 4 * (high[0] - low[0]), y = low[1] + k / 4 * (high[1] - low[1]);
-    pen.strokeStyle = k % 4 ? "#e4e9ee" : "#9aa8b5"; pen.beginPath();
+    pen.strokeStyle = k % 4 ? "rgba(90,110,130,0.16)" : "#9aa8b5"; pen.beginPath();
     pen.moveTo(X(x), Y(low[1])); pen.lineTo(X(x), Y(high[1]));
     pen.moveTo(X(low[0]), Y(y)); pen.lineTo(X(high[0]), Y(y)); pen.stroke();
     if (k % 2) continue;
@@ -343,60 +386,129 @@ function drawChart(e, row) {
   pen.save(); pen.translate(11, Y((low[1] + high[1]) / 2)); pen.rotate(-Math.PI / 2);
   pen.fillText(names[1], 0, 0); pen.restore();
 
-  for (const other of episodes) if (other !== e) {
-    disc(descriptor(other, other.steps - 1), 3.5, "#b8c3ce");
+  pen.lineWidth = 1.5;
+  for (const point of past) {  // what was asked for, and what came of it
+    pen.strokeStyle = "rgba(40,50,60,0.5)"; pen.beginPath();
+    pen.moveTo(X(point.target[0]), Y(point.target[1]));
+    pen.lineTo(X(point.reached[0]), Y(point.reached[1])); pen.stroke();
+    ring(point.target, 4, css(TARGET, 0.75)); disc(point.reached, 2.5, point.colour);
   }
-  const here = descriptor(e, row);
-  pen.strokeStyle = css(TARGET, 0.6); pen.setLineDash([4, 4]); pen.lineWidth = 1.5; pen.beginPath();
-  pen.moveTo(X(here[0]), Y(here[1])); pen.lineTo(X(target[0]), Y(target[1])); pen.stroke();
-  pen.setLineDash([]);
-  pen.strokeStyle = "#1f6feb"; pen.lineWidth = 2; pen.lineJoin = "round"; pen.beginPath();
-  for (let i = 0; i <= row; i++) { const d = descriptor(e, i); pen.lineTo(X(d[0]), Y(d[1])); }
-  pen.stroke();
-  pen.strokeStyle = css(TARGET, 1); pen.lineWidth = 2.5; pen.beginPath();
-  pen.arc(X(target[0]), Y(target[1]), 9, 0, 7); pen.stroke();
-  disc(target, 3, css(TARGET, 1));
-  disc(here, 6.5, "#fff"); disc(here, 5, "#1f6feb");
+  for (const player of players) for (const e of player.episodes) {
+    if (e !== player.episodes[state.start]) disc(end(e), 3.5, "#8d9baa");
+  }
+  for (const player of players) {
+    const e = player.episodes[state.start], here = descriptor(e, row);
+    pen.strokeStyle = css(TARGET, 0.6); pen.setLineDash([4, 4]); pen.lineWidth = 1.5;
+    pen.beginPath(); pen.moveTo(X(here[0]), Y(here[1])); pen.lineTo(X(target[0]), Y(target[1]));
+    pen.stroke(); pen.setLineDash([]);
+    pen.strokeStyle = colour(player); pen.lineWidth = 2; pen.lineJoin = "round"; pen.beginPath();
+    for (let i = 0; i <= row; i++) { const d = descriptor(e, i); pen.lineTo(X(d[0]), Y(d[1])); }
+    pen.stroke();
+    disc(here, 6.5, "#fff"); disc(here, 5, colour(player));
+  }
+  pen.lineWidth = 2.5;
+  ring(target, 9, css(TARGET, 1)); disc(target, 3, css(TARGET, 1));
+  if (wish) { pen.setLineDash([3, 3]); ring(wish, 9, css(TARGET, 1)); pen.setLineDash([]); }
 }
+// The map's background: every pixel in the colour of the goal that is nearest to it.
+const NEAR = [222, 243, 231], FAR = [118, 128, 140];
+let drawnMap = {};
+function accuracyMap() {
+  const size = Math.round(span()), who = live && live.accuracy && askedPlayers()[0];
+  const distances = who && live.accuracy.distance[who];
+  if (!distances || size < 1) return null;
+  if (drawnMap.who === who && drawnMap.size === size) return drawnMap.map;
+  const known = distances.filter(v => v !== null), [best, worst] = range(known);
+  const map = document.createElement("canvas"), paper = map.getContext("2d");
+  map.width = map.height = size;
+  const picture = paper.createImageData(size, size);
+  for (let j = 0; j < size; j++) for (let i = 0; i < size; i++) {
+    const x = low[0] + (i + 0.5) / size * (high[0] - low[0]);
+    const y = high[1] - (j + 0.5) / size * (high[1] - low[1]);
+    let nearest = 0, least = Infinity;
+    live.accuracy.goals.forEach((goal, k) => {
+      const far = (goal[0] - x) ** 2 + (goal[1] - y) ** 2;
+      if (far < least) { least = far; nearest = k; }
+    });
+    const value = distances[nearest], s = (value - best) / (worst - best || 1);
+    const shade = value === null ? [255, 255, 255] : NEAR.map((v, c) => v + s * (FAR[c] - v));
+    picture.data.set([...shade, 255], 4 * (j * size + i));
+  }
+  paper.putImageData(picture, 0, 0);
+  drawnMap = {who, size, map};
+  $("near").textContent = best.toFixed(2); $("far").textContent = worst.toFixed(2);
+  return map;
+}
+const range = values => [Math.min(...values), Math.max(...values)];
 
 // ---- playing ----
-const state = {episode: 0, time: 0, playing: true, dirty: true};
-const length = () => (episodes[state.episode].steps - 1) * data.dt;
+const state = {start: 0, time: 0, playing: true, ghosts: false, dirty: true};
+const length = () => (players[0].episodes[0].steps - 1) * data.dt;
 function fit(element, context) {
   const scale = Math.min(window.devicePixelRatio || 1, 2);
   element.width = Math.max(1, element.clientWidth * scale);
   element.height = Math.max(1, element.clientHeight * scale);
   context.setTransform(scale, 0, 0, scale, 0, 0);
 }
+// Players side by side, or one above the other on a high screen.
+const stacked = () => canvas.clientHeight > canvas.clientWidth;
+const corner = k => stacked() ? [0, k * height] : [k * width, 0];
 function resize() {
   fit(canvas, ctx); fit(chart, pen);
-  width = canvas.clientWidth; height = canvas.clientHeight;
+  const parts = players.length;
+  width = canvas.clientWidth / (stacked() ? 1 : parts);
+  height = canvas.clientHeight / (stacked() ? parts : 1);
   resizeLayer(); draw();  // at once: a canvas that changes its size is empty until it is drawn
 }
 function draw() {
-  const e = episodes[state.episode], step = Math.min(state.time / data.dt, e.steps - 1);
-  const row = Math.floor(step + 1e-6), view = aim(e, step), robot = shapes(e, step);
-  drawGround(e, step, view, robot); drawSolids([...robot, ...pole]); drawLabel();
-  const here = descriptor(e, row);
-  if (D === 2) drawChart(e, row); else drawBars(here);
-  $("now").textContent = brackets(here); $("left").textContent = distance(here).toFixed(3);
+  const last = players[0].episodes[0].steps - 1, step = Math.min(state.time / data.dt, last);
+  const row = Math.floor(step + 1e-6);
+  players.forEach((player, k) => {
+    const [x, y] = corner(k);
+    ctx.save(); ctx.translate(x, y); ctx.beginPath(); ctx.rect(0, 0, width, height); ctx.clip();
+    drawView(player, step);
+    if (k) { ctx.fillStyle = "#b8c3ce"; ctx.fillRect(0, 0, x ? 1 : width, x ? height : 1); }
+    ctx.restore();
+  });
+  if (D === 2) drawChart(row); else drawBars(row);
+  tell("now", e => brackets(descriptor(e, row)));
+  tell("left", e => distance(descriptor(e, row)).toFixed(3));
   $("time").value = state.time;
   $("clock").textContent = state.time.toFixed(1) + " / " + length().toFixed(1) + " s";
   $("play").textContent = state.playing ? "Pause" : state.time >= length() ? "Replay" : "Play";
   $("camera").textContent = camera.overview ? "Follow" : "Overview";
+  const { contacts, feet } = players[0].episodes[state.start];
   [...$("lamps").children].forEach((lamp, k) => {
-    lamp.classList.toggle("on", e.contacts[row * e.feet + k] !== 0);
-    const share = [here, target].map(d => (100 * d[k]).toFixed(0) + " %");
-    lamp.textContent = foot(k) + (k < D ? ": " + share[0] + " (target " + share[1] + ")" : "");
+    lamp.classList.toggle("on", contacts[row * feet + k] !== 0);
+    const share = d => (100 * d[k]).toFixed(0) + " %";
+    const here = players.map(player => share(descriptor(player.episodes[state.start], row)));
+    lamp.textContent = foot(k)
+      + (k < D ? ": " + here.join(" and ") + " (target " + share(target) + ")" : "");
   });
 }
-function choose(index) {
-  const e = episodes[index], end = descriptor(e, e.steps - 1);
-  state.episode = index; state.time = 0; state.dirty = true;
-  $("episode").value = index; $("time").max = length();
-  $("reached").textContent = brackets(end); $("distance").textContent = distance(end).toFixed(3);
+function tell(id, text) {  // a line for every player, in its colour where there are several
+  $(id).replaceChildren(...players.map(player => {
+    const line = document.createElement("div");
+    line.textContent = text(player.episodes[state.start]);
+    if (players.length > 1) line.style.color = colour(player);
+    return line;
+  }));
+}
+function choose(start) {
+  state.start = start; state.time = 0; state.dirty = true;
+  const e = players[0].episodes[start];
+  $("episode").value = start; $("time").max = length();
+  tell("reached", e => brackets(end(e))); tell("distance", e => distance(end(e)).toFixed(3));
   $("lamps").replaceChildren(...Array.from({length: uni ? e.feet : 0},
     () => document.createElement("li")));
+}
+function show() {  // what was played last
+  const starts = players[0].episodes.map((_, i) => players.map(p => p.episodes[i]));
+  $("target").textContent = brackets(target);
+  $("episode").replaceChildren(...starts.map((episodes, i) => new Option("start state " + (i + 1)
+    + ": distance " + episodes.map(e => distance(end(e)).toFixed(2)).join(" and "), i)));
+  $("haunted").hidden = starts.length < 2;
+  choose(Math.min(state.start, starts.length - 1));
 }
 function seek(time) {
   state.time = Math.max(0, Math.min(length(), time)); state.playing = false; state.dirty = true;
@@ -423,9 +535,97 @@ function frame(now) {
   requestAnimationFrame(frame);
 }
 
-$("target").textContent = brackets(target);
-episodes.forEach((e, i) => $("episode").add(new Option("start state " + (i + 1) + ": distance "
-  + distance(descriptor(e, e.steps - 1)).toFixed(2), i)));
+
+// ---- live: another target is asked for, one at a time ----
+const past = [];
+let wish = null, asking = false;  // what is asked for and not yet answered
+const askedPlayers = () => $("who").value.split("+");
+const say = text => { $("status").textContent = text; };
+async function ask(next) {
+  wish = next; state.dirty = true;
+  if (asking) return;  // the newest wish follows when the answer is here; older ones are forgotten
+  asking = true;
+  while (wish) {
+    const asked = wish, start = performance.now();
+    say("asking for " + brackets(asked) + " …");
+    const problem = await play(asked);
+    const took = Math.round(performance.now() - start);
+    const far = players.map(player => distance(end(player.episodes[state.start])).toFixed(2));
+    say(problem
+      || `${brackets(target)}: distance ${far.join(" and ")}, played in ${took} ms.`);
+    if (wish === asked) wish = null;
+    state.dirty = true;
+  }
+  asking = false;
+}
+async function play(asked) {  // the sentence that says why not, if it was not played
+  const answer = await fetch("play", {
+    method: "POST", headers: {"Content-Type": "application/json"}, body: JSON.stringify({
+      target: asked, players: askedPlayers(), seed: $("seed").valueAsNumber,
+      noise: $("noise").checked})}).catch(() => null);
+  if (!answer) return "The server does not answer; was it ended?";
+  if (!answer.ok) return answer.text();
+  const played = await answer.json();
+  const before = players.length;
+  target = played.target; players = unpack(played.players);
+  state.playing = true;
+  show();
+  for (const player of players) {
+    past.push({target, reached: end(player.episodes[state.start]), colour: colour(player)});
+  }
+  past.splice(0, past.length - 200);
+  if (players.length !== before) resize();
+  return "";
+}
+function within(element, event) {  // where the mouse is
+  const box = element.getBoundingClientRect();
+  return [event.clientX - box.left, event.clientY - box.top];
+}
+function onMap(event) {  // the descriptor under the mouse
+  const [x, y] = within(chart, event);
+  if (D !== 2) {
+    const k = Math.max(0, Math.min(D - 1, Math.floor(x / chart.clientWidth * D)));
+    const share = (y - barHeight(high[k], k)) / (barHeight(low[k], k) - barHeight(high[k], k));
+    return target.map((v, i) => i === k ? high[k] - share * (high[k] - low[k]) : v);
+  }
+  return [low[0] + (x - PAD) / span() * (high[0] - low[0]),
+    high[1] - (y - 12) / span() * (high[1] - low[1])];
+}
+function onGround(event) {  // the place on the ground under the mouse
+  const [x, y] = within(canvas, event);
+  const k = Math.min(players.length - 1, Math.floor(stacked() ? y / height : x / width));
+  const [left, top] = corner(k), e = players[k].episodes[state.start];
+  aim(e, Math.min(state.time / data.dt, e.steps - 1));
+  const ray = add(add(forward, right, (x - left - width / 2) / focal),
+    up, (height / 2 - (y - top)) / focal);
+  return ray[2] < 0 ? add(eye, ray, (ground - eye[2]) / ray[2]).slice(0, 2) : null;
+}
+function wishFor(point) {  // a click a little beside the border means the border
+  const beside = (v, k) => Math.abs(v - (low[k] + high[k]) / 2) > 0.54 * (high[k] - low[k]);
+  if (!point || point.some(beside)) say("That lies outside the space of behaviours.");
+  else ask(point.map((v, k) => Math.max(low[k], Math.min(high[k], v))));
+}
+if (live) {
+  document.body.classList.add("live");
+  for (const [name, label] of live.players) $("who").add(new Option(label, name));
+  if (live.players.length > 1) {
+    $("who").add(new Option("both", live.players.map(pair => pair[0]).join("+")));
+  }
+  $("seed").value = live.seed;
+  $("noise").checked = live.noise > 0; $("noisy").hidden = !(live.noise > 0);
+  $("live").hidden = $("status").hidden = false;
+  $("legend").hidden = !live.accuracy || D !== 2;
+  say("Click on the map" + (uni ? "" : " or on the ground") + ": that behaviour is played.");
+  chart.addEventListener("click", event => wishFor(onMap(event)));
+  $("live").addEventListener("submit", event => event.preventDefault());
+  $("live").addEventListener("change", () => {
+    if ($("live").reportValidity()) ask([...(wish || target)]);  // again, and not the same as before
+  });
+}
+
+$("ghosts").addEventListener("change", event => {
+  state.ghosts = event.target.checked; state.dirty = true;
+});
 $("episode").addEventListener("change", event => {
   choose(Number(event.target.value)); state.playing = true;
 });
@@ -448,11 +648,13 @@ canvas.addEventListener("wheel", event => {
   event.preventDefault();
 }, {passive: false});
 const fingers = new Map();
+let travelled = 0;  // pixels since the first finger came down: a click has none
 const apart = () => {
   const [a, b] = [...fingers.values()]; return Math.hypot(a[0] - b[0], a[1] - b[1]) || 1;
 };
 canvas.addEventListener("pointerdown", event => {
   canvas.setPointerCapture(event.pointerId);
+  travelled = fingers.size ? Infinity : 0;
   fingers.set(event.pointerId, [event.clientX, event.clientY]);
 });
 canvas.addEventListener("pointermove", event => {
@@ -461,21 +663,26 @@ canvas.addEventListener("pointermove", event => {
   const gap = fingers.size === 2 ? apart() : 0;
   fingers.set(event.pointerId, [event.clientX, event.clientY]);
   if (fingers.size === 2) { zoom(gap / apart()); return; }
+  travelled += Math.hypot(event.clientX - before[0], event.clientY - before[1]);
   camera.yaw -= (event.clientX - before[0]) * 0.008;
   // never below the ground, which is drawn as seen from above
   camera.pitch = Math.max(0.04, Math.min(1.5, camera.pitch + (event.clientY - before[1]) * 0.006));
   state.dirty = true;
+});
+canvas.addEventListener("click", event => {
+  if (live && !uni && travelled < 5) wishFor(onGround(event));
 });
 for (const name of ["pointerup", "pointercancel"]) {
   canvas.addEventListener(name, event => fingers.delete(event.pointerId));
 }
 new ResizeObserver(resize).observe($("stage"));
 
-choose(0);
+show();
 // #episode=2&time=3.5 opens the page at that moment: for links and for pictures
 const asked = new URLSearchParams(location.hash.slice(1));
 if (asked.has("episode")) {
-  choose(Math.max(1, Math.min(episodes.length, Math.floor(Number(asked.get("episode"))) || 1)) - 1);
+  const starts = players[0].episodes.length;
+  choose(Math.max(1, Math.min(starts, Math.floor(Number(asked.get("episode"))) || 1)) - 1);
 }
 if (asked.has("overview")) camera.overview = true;
 if (asked.has("time")) seek(Number(asked.get("time")) || 0);
