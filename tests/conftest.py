@@ -37,6 +37,13 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("project")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs() -> Iterator[None]:
+    """Compiled programs are kept in memory, in pieces that a process may have only so many of."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def point() -> envs.Task:
     """The analytic task with short episodes, and cells small enough that they leave the first one."""
