@@ -123,7 +123,19 @@ def bare_arrays(annotation: ast.expr) -> list[str]:
     return [found for part in parts for found in bare_arrays(part)]
 
 
-JAXTYPING = {"Float", "Int", "Int64", "UInt32", "Bool", "Key", "Shaped", "PyTree", "Num", "Real"}
+JAXTYPING = {
+    "Float",
+    "Int",
+    "Int64",
+    "UInt8",
+    "UInt32",
+    "Bool",
+    "Key",
+    "Shaped",
+    "PyTree",
+    "Num",
+    "Real",
+}
 
 
 @pytest.mark.parametrize("name", FILES)
