@@ -190,7 +190,7 @@ def security_policy(live: bool) -> str:
 def pack(
     scene: Scene,
     playbacks: dict[str, Sequence[Playback]],
-    target: Sequence[float] | np.ndarray,
+    target: Sequence[float] | Float[np.ndarray, " d"],
 ) -> dict[str, Any]:
     """What was played towards a target, by player, as the page reads it."""
     target = np.asarray(target, float)
