@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,11 @@ def test_the_machinery_never_imports_the_root():
                 names = [alias.name for alias in node.names]
                 imported = [node.module or ""] if isinstance(node, ast.ImportFrom) else names
                 assert not root & {name.partition(".")[0] for name in imported}, path.name
+
+
+def test_the_ten_lines_of_the_readme_run_and_draw_a_map(run_python: Callable, tmp_path: Path):
+    text = (ROOT / "README.md").read_text()
+    example = re.search(r"## Ten lines\n.*?```python\n(.*?)```", text, flags=re.DOTALL)
+    assert example is not None
+    run_python(f"import os; os.chdir({str(tmp_path)!r})\n" + example[1])
+    assert (tmp_path / "map.png").stat().st_size > 5000
