@@ -50,16 +50,6 @@ def test_the_readme_shows_how_a_task_is_added_as_it_is_in_the_code():
     assert example and example[0] in (ROOT / "envs.py").read_text()
 
 
-def test_the_machinery_never_imports_the_root():
-    root = {path.stem for path in ROOT.glob("*.py")}
-    for path in (ROOT / "machinery").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                names = [alias.name for alias in node.names]
-                imported = [node.module or ""] if isinstance(node, ast.ImportFrom) else names
-                assert not root & {name.partition(".")[0] for name in imported}, path.name
-
-
 def test_the_ten_lines_of_the_readme_run_and_draw_a_map(run_python: Callable, tmp_path: Path):
     text = (ROOT / "README.md").read_text()
     example = re.search(r"## Ten lines\n.*?```python\n(.*?)```", text, flags=re.DOTALL)
