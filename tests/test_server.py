@@ -390,7 +390,7 @@ def test_the_stage_plays_what_act_plays(run, stage):
 
 
 def test_both_players_start_from_the_same_state_and_noise_matters(stage):
-    quiet = [stage.film(name, (0.5, 0.5), 1, 0.0) for name in stage.players]
+    quiet = [stage.film(name, (0.5, 0.5), 1, 0.0) for name in stage.all]
     for ours, theirs in zip(*quiet, strict=True):
         np.testing.assert_array_equal(ours.positions[0], theirs.positions[0])
         assert not np.allclose(ours.positions[-1], theirs.positions[-1])
