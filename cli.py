@@ -4,36 +4,56 @@ A run directory holds one lineage: a search, the dataset of its repertoire, the 
 their evaluations. The first command writes the plan of all stages into it; later commands read that plan.
 The same command again continues where it was.
 
-JAX and the stages are imported inside the functions, so that `qdt --help` answers at once. To add a rule, a
-task or a model of your own, register it and call `main()`: see "Make it yours" in the README.
-Reads in this order: options, plans, runs, stages, commands.
+To add a rule, a task or a model of your own, register it and call `main()`: "Make it yours" in the README.
+Reads in this order: options, runs, stages, commands.
 """
 
-import dataclasses
 import os
 import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
 import typer
 from typer.core import TyperCommand
 
-if TYPE_CHECKING:
-    from dataset import Dataset, DatasetConfig
-    from envs import Task, TaskConfig
-    from evaluate import Film, Subject
-    from machinery.report import Found
-    from machinery.server import Wish
-    from machinery.viewer import Accuracy, Playback
-    from me_ls import Repertoire, SearchConfig
-    from qdt import ConditionedPolicy, TrainConfig
+import dataset as datasets
+import envs
+import me_ls
+import pgame_ls  # noqa: F401 - registers its rules
+import qdt
+import uncertain  # noqa: F401 - likewise
+from dataset import Dataset, DatasetConfig
+from envs import Task, TaskConfig, make_task
+from evaluate import EXPERIMENTS, Film, Subject, averages, summary
+from machinery import estimate, machine, plots, runs
+from machinery.driver import Stopped, drive, tell, time_text
+from machinery.files import UserError, read_json, save_arrays, write_json
+from machinery.plans import STAGES, Asked, Changes, Plan, Planner, changes_of, plain
+from machinery.report import (
+    Found,
+    accuracies,
+    gather,
+    reachable_goals,
+    with_results,
+    write_report,
+)
+from machinery.runs import find_runs, open_stage, variant
+from machinery.server import Wish
+from machinery.streams import stream
+from machinery.viewer import Accuracy, Playback
+from me_ls import RULES, Repertoire, load_repertoire, make_search, repertoire_metrics
+from qdt import MODELS, ConditionedPolicy, Training, load_model
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -41,29 +61,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="The Quality-Diversity Transformer: search, dataset, training, experiments.",
 )
+PLANS = Planner(TaskConfig, RULES, DatasetConfig, MODELS, check=make_task)
 
 # --- options ----------------------------------------------------------------------------------------
 
-
-class Prune(StrEnum):
-    nothing = "nothing"
-    density_50 = "density-50"
-    density_30 = "density-30"
-    density_10 = "density-10"
-    tiles = "tiles"
-    upper_half = "upper"
-
-
-class Experiment(StrEnum):
-    accuracy = "accuracy"
-    reproducibility = "reproducibility"
-    reassess = "reassess"
-    generalize = "generalize"
-    calibrate = "calibrate"
+Prune = StrEnum("Prune", {name: name for name in datasets.PRUNINGS})
+Experiment = StrEnum("Experiment", {name: name for name in (*EXPERIMENTS, "generalize")})
 
 
 class RegistryCommand(TyperCommand):
-    """Help that lists what is registered: JAX is imported only for those who ask."""
+    """Help that lists what is registered by the time it is asked for."""
 
     def get_help(self, ctx: Any) -> str:
         fill_in_registries(self.params)
@@ -75,11 +82,6 @@ class RegistryCommand(TyperCommand):
 
 
 def fill_in_registries(params: Sequence[Any]) -> None:
-    import envs
-    import pgame_ls  # noqa: F401 - registers its rules
-    import uncertain  # noqa: F401 - likewise
-    from me_ls import RULES
-
     rules = "; ".join(f"{name}: {rule.about}" for name, rule in RULES.items())
     for param in params:
         if text := getattr(param, "help", None):
@@ -154,238 +156,52 @@ ProcessId = Annotated[
 ]
 
 
-def start_jax(
-    distributed: bool = False,
-    coordinator: str | None = None,
-    num_processes: int | None = None,
-    process_id: int | None = None,
+def join_cluster(
+    distributed: bool, coordinator: str | None, num_processes: int | None, process_id: int | None
 ) -> None:
-    import pgame_ls  # noqa: F401 - registers its rules
-    import uncertain  # noqa: F401 - likewise
-    from machinery import machine
-    from machinery.files import UserError
-
-    machine.prepare_jax()
+    """Where a command is one of several processes."""
     if not coordinator and (num_processes, process_id) != (None, None):
         raise UserError("--num-processes and --process-id go with --coordinator HOST:PORT.")
     if distributed or coordinator:
         machine.join_cluster(coordinator, num_processes, process_id)
 
 
-# --- plans ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The settings of every stage. `preset` is a note: the settings are what counts."""
-
-    preset: str | None
-    seed: int
-    task: "TaskConfig"
-    search: "SearchConfig"
-    dataset: "DatasetConfig"
-    train: "TrainConfig"
-
-
-STAGES = ["task", "search", "dataset", "train"]
-
-
-def make_plan(
-    sections: dict[str, Any],
-    changes: dict[str, dict[str, str]],
-    algo: str | None = None,
-    seed: int | None = None,
-    preset: str | None = None,
-) -> Plan:
-    """A plan from the sections of a preset or of a written plan, with changes from the command line."""
-    from dataset import DatasetConfig
-    from envs import TaskConfig, make_task
-    from machinery.config import known_fields, make_config, refuse_unknown
-    from machinery.files import UserError
-    from me_ls import RULES, find_rule
-    from qdt import MODELS, find_model
-
-    try:
-        stored = {name: dict(sections[name]) for name in STAGES}
-        algo = algo or stored["search"].get("algo") or "me-ls"
-        model = changes.get("train", {}).get("model") or stored["train"].get("model") or "qdt"
-        seed = sections.get("seed", 0) if seed is None else seed
-        preset = preset or sections.get("preset")
-        sound = isinstance(seed, int) and 0 <= seed < 2**31 and isinstance(preset, str | None)
-        sound &= isinstance(algo, str) and isinstance(model, str)
-    except (KeyError, TypeError, ValueError):
-        sound = False
-    if not sound:
-        raise UserError("the plan has not the sections that it needs: " + ", ".join(STAGES) + ".")
-    kinds = {
-        "task": TaskConfig,
-        "search": find_rule(algo).config,
-        "dataset": DatasetConfig,
-        "train": find_model(model).config,
-    }
-    all_kinds = {name: [kind] for name, kind in kinds.items()}
-    all_kinds["search"] = [rule.config for rule in RULES.values()]
-    all_kinds["train"] = [kind.config for kind in MODELS.values()]
-    for name, fields in stored.items():
-        refuse_unknown(name, fields, all_kinds[name])
-    stored["search"]["algo"], stored["train"]["model"] = algo, model
-    configs = {
-        name: make_config(kind, known_fields(kind, stored[name]) | changes.get(name, {}))
-        for name, kind in kinds.items()
-    }
-    make_task(configs["task"])
-    return Plan(preset, seed, **configs)
-
-
-def asked_plan(
-    preset: str | None,
-    config: Path | None,
-    task: str | None,
-    algo: str | None,
-    seed: int | None,
-    changes: dict[str, dict[str, str]],
-) -> Plan:
-    """The plan that the options of a command describe."""
-    from machinery.config import preset_sections
-    from machinery.files import UserError
-    from machinery.runs import read_plan
-
-    if config is not None:
-        if preset or task:
-            raise UserError("--config is a whole plan: --preset and --task do not go with it.")
-        return make_plan(read_plan(config), changes, algo, seed)
-    preset = preset or "laptop"
-    return make_plan(preset_sections(preset, task), changes, algo, seed, preset)
-
-
-def plain(plan: Plan) -> dict[str, Any]:
-    """As it is written to disk."""
-    import json
-
-    return json.loads(json.dumps(dataclasses.asdict(plan)))
-
-
-def changes_of(set_: list[str] | None, stages: list[str]) -> dict[str, dict[str, str]]:
-    """`--set`, by stage; those of the machine take effect at once. Another stage is refused."""
-    from machinery import machine
-    from machinery.config import split_changes
-
-    changes = split_changes(set_ or [], [*stages, "machine"])
-    machine.configure(changes.pop("machine", {}))
-    return changes
-
-
 # --- runs -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run directory and its plan."""
-
-    directory: Path
-    plan: Plan
+class Run(runs.Run):
+    """A run directory, its plan, and what the stages have left in it."""
 
     @property
-    def task(self) -> "Task":
-        from envs import make_task
-
+    def task(self) -> Task:
         return make_task(self.plan.task)
 
-    @property
-    def repertoire_path(self) -> Path:
-        return self.directory / "search" / "repertoire.safetensors"
-
-    def repertoire(self) -> "Repertoire":
-        import equinox as eqx
-        import jax.numpy as jnp
-
-        from machinery.files import UserError, load_arrays
-        from machinery.machine import replicate
-        from me_ls import empty_repertoire
-
+    def repertoire(self) -> Repertoire:
         if not self.repertoire_path.exists():
             raise UserError(f"the search in {self.directory} is not finished; continue it first.")
-        shape = self.plan.search.cells, self.task.descriptor_size
-        like = eqx.filter_eval_shape(
-            lambda: empty_repertoire(self.task, self.plan.search.hidden, jnp.zeros(shape))
-        )
-        return replicate(load_arrays(self.repertoire_path, like)[0])
+        return load_repertoire(self.repertoire_path, self.task, self.plan.search)
 
-    def dataset(self, name: str | None = None) -> "Dataset":
-        from dataset import open_dataset
-        from machinery.files import UserError
-
+    def dataset(self, name: str | None = None) -> Dataset:
         directory = self.directory / variant("dataset", name)
         if not (directory / "meta.json").exists():
             raise UserError(f"{self.directory} has no {directory.name}; `qdt dataset` makes one.")
-        data, task = open_dataset(directory), plain(self.plan)["task"]
+        data, task = datasets.open_dataset(directory), plain(self.plan)["task"]
         made_for = data.meta.stage.get("task", task)  # unknown where it was imported
         if made_for != task:
             raise UserError(f"{directory} was made for another task: {made_for}, not {task}.")
         return data
 
-    def model_paths(self) -> dict[str, Path]:
-        """Of all trained models, the run's own first."""
-        own = self.plan.train.model
-        paths = self.directory.glob("*/model.safetensors")
-        found = sorted(paths, key=lambda path: (path.parent.name != own, path))
-        return {path.parent.name: path for path in found}
-
-    def model(self, name: str | None = None) -> "ConditionedPolicy":
+    def model(self, name: str | None = None) -> ConditionedPolicy:
         """The best epoch of a training."""
-        import equinox as eqx
-        import jax
+        return load_model(self.directory / (name or self.plan.train.model), self.task)
 
-        from machinery.config import make_config
-        from machinery.files import UserError, load_arrays
-        from machinery.machine import replicate
-        from machinery.runs import read_stage_config
-        from qdt import find_model, make_model
-
-        name = name or self.plan.train.model
-        path = self.directory / name / "model.safetensors"
-        if not path.exists():
-            raise UserError(f"{self.directory} has no trained {name}; `qdt train` makes one.")
-        try:
-            stored = read_stage_config(path.parent)["train"]
-            config = make_config(find_model(stored["model"]).config, stored)
-        except (KeyError, TypeError):
-            raise UserError(f"{path.parent} is not the directory of a training.") from None
-        like = eqx.filter_eval_shape(make_model, self.task, config, key=jax.random.key(0))
-        return replicate(load_arrays(path, like)[0])
-
-    def subject(self) -> "Subject":
+    def subject(self) -> Subject:
         """What experiments look at."""
-        from evaluate import Subject
-
         models = {name: self.model(name) for name in self.model_paths()}
         return Subject(self.task, self.plan.seed, self.repertoire(), models)
 
-    def inputs(self) -> dict[str, str]:
-        """What results depend on: the checksums of repertoire and models."""
-        from machinery.files import read_checksum
-
-        paths = {"repertoire": self.repertoire_path} | self.model_paths()
-        return {name: read_checksum(path) for name, path in paths.items()}
-
-    def result_path(self, experiment: str) -> Path:
-        return self.directory / "evaluation" / f"{experiment}.json"
-
-    def is_evaluated(self, experiment: str) -> bool:
-        """Whether there is a result, made with the repertoire and the models that are there now."""
-        from machinery.files import read_json
-
-        path = self.result_path(experiment)
-        content = read_json(path) if path.exists() else None
-        return isinstance(content, dict) and content.get("inputs") == self.inputs()
-
-    def accuracy_map(self) -> "Accuracy | None":
+    def accuracy_map(self) -> Accuracy | None:
         """How near to every goal its own model and its repertoire come, if that was evaluated."""
-        import numpy as np
-
-        from machinery.files import read_json
-        from machinery.viewer import Accuracy
-
         if not self.is_evaluated("accuracy"):
             return None
         result = read_json(self.result_path("accuracy"))["result"]
@@ -394,108 +210,25 @@ class Run:
         return Accuracy(np.array(result["repertoire"]["goals"]), distance)
 
 
-def variant(stage: str, name: str | None) -> str:
-    """The directory of a stage's variant."""
-    return f"{stage}-{name}" if name else stage
-
-
 def open_run(directory: Path) -> Run:
-    from machinery.files import UserError
-    from machinery.runs import PLAN, read_plan
-
-    if not (directory / PLAN).exists():
-        raise UserError(f"{directory} is not a run directory: it has no {PLAN}.")
-    return Run(directory, make_plan(read_plan(directory), {}))
+    return Run(directory, PLANS.stored(directory))
 
 
 @contextmanager
-def begin_run(directory: Path, asked: Plan) -> Iterator[Run]:
-    """A run to work in: its plan is written by whoever comes first, and must be the same for all others.
-
-    If a mistake ends the work before anything was made, the plan is forgotten again.
-    """
-    from machinery.config import describe_difference
-    from machinery.files import UserError, is_writer, lock
-    from machinery.runs import PLAN, read_plan, write_plan
-
-    with lock(directory):
-        if (directory / PLAN).exists():
-            stored = make_plan(read_plan(directory), {})
-            there, here = ({**plain(plan), "preset": None} for plan in (stored, asked))
-            if difference := describe_difference(there, here):
-                raise UserError(f"{directory} was made with another plan: {difference}.")
-        else:
-            stored = asked
-            write_plan(directory, plain(asked))
-        try:
-            yield Run(directory, stored)
-        except UserError:
-            made = {p.name for p in directory.rglob("*") if p.is_file()} - {".lock"}
-            if is_writer() and made == {PLAN}:
-                (directory / PLAN).unlink()
-            raise
-
-
-def continued_plan(
-    directory: Path,
-    preset: str | None,
-    config: Path | None,
-    task: str | None,
-    algo: str | None,
-    seed: int | None,
-    changes: dict[str, dict[str, str]],
-) -> Plan:
-    """What is asked for; what is not said is as in the plan that is there."""
-    from machinery.runs import PLAN, read_plan
-
-    if preset or config or not (directory / PLAN).exists():
-        return asked_plan(preset, config, task, algo, seed, changes)
-    sections = read_plan(directory)
-    if task:
-        changes = {**changes, "task": {**changes.get("task", {}), "task": task}}
-    return make_plan(sections, changes, algo, seed)
-
-
-@contextmanager
-def begin_stage(
-    run: Run, section: str, name: str | None, changes: dict[str, dict[str, str]]
-) -> Iterator[Run]:
-    """The run with changes to a stage that has not begun; a named variant has changes of its own."""
-    from machinery.files import UserError, lock
-    from machinery.runs import write_plan
-
-    changed = replace(run, plan=make_plan(plain(run.plan), changes))
-    with lock(run.directory):
-        # A model of another kind beside the run's own is a variant, too: it has a directory of its own.
-        plans = (run.plan, changed.plan)
-        stages = {"dataset"} if section == "dataset" else {plan.train.model for plan in plans}
-        configs = [run.directory / stage / "config.json" for stage in stages]
-        new = name is None and not any(config.exists() for config in configs)
-        amended = changed.plan != run.plan and new
-        if amended:
-            write_plan(run.directory, plain(changed.plan))
-        try:
-            yield changed
-        except UserError:
-            if amended and not any(config.exists() for config in configs):  # nothing was made
-                write_plan(run.directory, plain(run.plan))
-            raise
+def begin_stage(run: Run, section: str, name: str | None, changes: Changes) -> Iterator[Run]:
+    """The run with changes to a stage that has not begun."""
+    with PLANS.begin_stage(run.directory, run.plan, section, name, changes) as plan:
+        yield Run(run.directory, plan)
 
 
 # --- stages -----------------------------------------------------------------------------------------
 
 
-def do_search(directory: Path, plan: Plan) -> Run:
-    from machinery.driver import drive, tell
-    from machinery.files import save_arrays
-    from machinery.runs import open_stage
-    from machinery.streams import stream
-    from me_ls import SHOWN, make_search, refuse_empty
-
-    algo = plan.search.algo
-    with begin_run(directory, plan) as run:
-        search = make_search(run.task, run.plan.search)
-        about = {"task": run.plan.task, "search": run.plan.search, "seed": run.plan.seed}
+def do_search(directory: Path, asked: Plan) -> Run:
+    with PLANS.begin_run(directory, asked) as plan:
+        run, algo = Run(directory, plan), plan.search.algo
+        search = make_search(run.task, plan.search)
+        about = {"task": plan.task, "search": plan.search, "seed": plan.seed}
         with open_stage(directory / "search", about) as stage:
             if run.repertoire_path.exists():
                 tell(f"{algo}: the search in {directory} is finished.")
@@ -512,41 +245,30 @@ def do_search(directory: Path, plan: Plan) -> Run:
                 total=search.iterations,
                 title=algo,
                 work=("steps", search.steps_per_iteration),
-                show=SHOWN,
-                check=refuse_empty,
+                show=me_ls.SHOWN,
+                check=me_ls.refuse_empty,
             )
             save_arrays(run.repertoire_path, state.repertoire)
     return run
 
 
-def do_dataset(run: Run, changes: dict[str, dict[str, str]], name: str | None = None) -> "Dataset":
-    from dataset import build
-    from machinery.driver import tell
-    from machinery.runs import open_stage
-
+def do_dataset(run: Run, changes: Changes, name: str | None = None) -> Dataset:
     with begin_stage(run, "dataset", name, changes) as run:
         plan, directory = run.plan, run.directory / variant("dataset", name)
         about = {"task": plan.task, "dataset": plan.dataset, "seed": plan.seed}
         with open_stage(directory, about) as stage:
             count, length = plan.dataset.trajectories, plan.task.length
             tell(f"{directory.name}: {count:,} trajectories of {length} steps.")
-            return build(run.task, run.repertoire(), plan.dataset, plan.seed, stage)
+            return datasets.build(run.task, run.repertoire(), plan.dataset, plan.seed, stage)
 
 
 def do_train(
     run: Run,
-    changes: dict[str, dict[str, str]],
+    changes: Changes,
     name: str | None = None,
     data_name: str | None = None,
     prune: str | None = None,
-) -> "ConditionedPolicy":
-    import dataset as datasets
-    from machinery.driver import drive, tell
-    from machinery.files import save_arrays
-    from machinery.runs import open_stage
-    from machinery.streams import stream
-    from qdt import SHOWN, Training, best_model, refuse_divergence
-
+) -> ConditionedPolicy:
     with begin_stage(run, "train", name, changes) as run:
         plan, config = run.plan, run.plan.train
         data = run.dataset(data_name)
@@ -568,20 +290,16 @@ def do_train(
                 total=training.total,
                 title=directory.name,
                 work=("trajectories", config.batch_size),
-                show=SHOWN,
-                check=refuse_divergence,
+                show=qdt.SHOWN,
+                check=qdt.refuse_divergence,
             )
-            model = best_model(state)
+            model = qdt.best_model(state)
             save_arrays(path, model)
     return model
 
 
 def do_evaluate(run: Run, experiment: str) -> dict[str, Any]:
     """Runs an experiment and writes RUN/evaluation/EXPERIMENT.json."""
-    from evaluate import EXPERIMENTS, summary
-    from machinery.driver import tell
-    from machinery.files import write_json
-
     pruned = experiment == "generalize"
     result = generalize(run) if pruned else EXPERIMENTS[experiment](run.subject())
     write_json(run.result_path(experiment), {"inputs": run.inputs(), "result": result})
@@ -592,26 +310,17 @@ def do_evaluate(run: Run, experiment: str) -> dict[str, Any]:
 
 def generalize(run: Run) -> dict[str, Any]:
     """Section 5.3: models of pruned datasets, trained here where they are missing."""
-    from dataset import PRUNINGS, density, prune
-    from evaluate import averages
-
     data, subject, result = run.dataset(), run.subject(), {}
-    for how in (None, *PRUNINGS):
+    for how in (None, *datasets.PRUNINGS):
         model = do_train(run, {}, name=how, prune=how)
-        view = prune(data, how, seed=run.plan.seed) if how else None
-        counts, _ = density(data, view=view)
+        view = datasets.prune(data, how, seed=run.plan.seed) if how else None
+        counts, _ = datasets.density(data, view=view)
         result[how or "all"] = {"density": counts} | averages(subject.measure(model))
     return result
 
 
-def found_runs(directories: Sequence[Path]) -> dict[str, list["Found"]]:
+def found_runs(directories: Sequence[Path]) -> dict[str, list[Found]]:
     """What the report shows, by task. A directory that holds several runs stands for all of them."""
-    from machinery.files import UserError
-    from machinery.report import Found, gather, with_results
-    from machinery.runs import find_runs
-    from me_ls import RULES
-    from qdt import MODELS
-
     places: dict[Path, Path] = {}  # a run that is named twice is one run
     for directory in directories:
         inside = find_runs(directory)
@@ -619,13 +328,13 @@ def found_runs(directories: Sequence[Path]) -> dict[str, list["Found"]]:
             raise UserError(f"{directory} holds no run.")
         places |= {run.resolve(): run for run in inside if run.resolve() not in places}
     titles = {name: model.title for name, model in MODELS.items()}
-    runs = []
+    found = []
     for place in places.values():
         run = open_run(place)
         rule = RULES[run.plan.search.algo]
-        found = Found(place, plain(run.plan), run.task, rule.title, rule.colour, titles)
-        runs.append(with_results(found))
-    return gather(runs, [rule.title for rule in RULES.values()])
+        about = Found(place, plain(run.plan), run.task, rule.title, rule.colour, titles)
+        found.append(with_results(about))
+    return gather(found, [rule.title for rule in RULES.values()])
 
 
 # --- commands ---------------------------------------------------------------------------------------
@@ -647,10 +356,9 @@ def run(
     set_: SetOption = None,
 ) -> None:
     """The whole pipeline: ME and ME-LS, dataset, QDT, experiments, report."""
-    start_jax()
     changes = changes_of(set_, STAGES)
     plans = [
-        continued_plan(out / algo, preset, config, task, algo, seed, changes)
+        PLANS.continued(out / algo, Asked(preset, config, task, algo, seed, changes))
         for algo in ("me", "me-ls")
     ]
     if dry_run:
@@ -661,9 +369,6 @@ def run(
 
 def run_all(plans: list[Plan], out: Path) -> None:
     """Search with ME and ME-LS, dataset, QDT, experiments, report; continues where it was."""
-    from machinery.driver import tell, time_text
-    from machinery.report import write_report
-
     began = time.monotonic()
     times: list[tuple[str, float]] = []
 
@@ -704,16 +409,11 @@ def run_all(plans: list[Plan], out: Path) -> None:
     tell(f"  qdt act {ours.directory} --target {middle} --html behaviour.html")
 
 
-def print_accuracies(found: dict[str, list["Found"]]) -> None:
-    import numpy as np
-
-    from machinery.driver import tell
-    from machinery.report import accuracies, reachable_goals
-
-    for runs in found.values():
-        mask = reachable_goals(runs)
+def print_accuracies(found: dict[str, list[Found]]) -> None:
+    for of_task in found.values():
+        mask = reachable_goals(of_task)
         tell(f"\n{'method':<24}{'distance':>10}{'reachable goals':>18}{'spread':>10}")
-        for method, (result, *_) in accuracies(runs).items():
+        for method, (result, *_) in accuracies(of_task).items():
             inside = np.nanmean(np.array(result["distance"])[mask])
             distance, spread = result["mean_distance"], result["mean_spread"]
             tell(f"{method:<24}{distance:>10.4f}{inside:>18.4f}{spread:>10.4f}")
@@ -734,9 +434,9 @@ def search(
     process_id: ProcessId = None,
 ) -> None:
     """Stage 1: policies that cover the behaviour space. Writes the plan of all stages."""
-    start_jax(distributed, coordinator, num_processes, process_id)
+    join_cluster(distributed, coordinator, num_processes, process_id)
     changes = changes_of(set_, STAGES)
-    do_search(out, continued_plan(out, preset, config, task, algo, seed, changes))
+    do_search(out, PLANS.continued(out, Asked(preset, config, task, algo, seed, changes)))
 
 
 @app.command()
@@ -770,7 +470,7 @@ def dataset(
     process_id: ProcessId = None,
 ) -> None:
     """Stage 2: the selected policies of a repertoire play trajectories."""
-    start_jax(distributed, coordinator, num_processes, process_id)
+    join_cluster(distributed, coordinator, num_processes, process_id)
     changes = changes_of(set_, ["dataset"])
     fields = changes.setdefault("dataset", {})
     if trajectories is not None:
@@ -786,16 +486,19 @@ def dataset(
 
 def show_dataset(run: Run, name: str | None) -> None:
     """Prints and draws where the trajectories of a dataset ended."""
-    from dataset import density
-    from machinery import plots
-
     data, task = run.dataset(name), run.task
-    counts, _ = density(data)
+    counts, _ = datasets.density(data)
     zones = len(data.meta.selection.centroids)
     print(
         f"{len(data):,} trajectories of {len(set(data.policy))} policies; "
         f"{len(set(data.zone))} of {zones} zones have a policy."
     )
+    if (hits := data.meta.selection.hits) is not None:
+        tried = data.meta.config.selection_episodes
+        print(
+            f"Of {tried} episodes before the selection, {hits.mean():.1f} ended in the zone of "
+            f"their policy (least {hits.min()}, most {hits.max()})."
+        )
     for reason, count in data.left_out.items():
         print(f"{count:,} episodes were left out: {reason}.")
     if task.descriptor_size == 2:
@@ -816,7 +519,9 @@ def train(
             "--dataset", help="The variant of the dataset to learn from.", show_default=False
         ),
     ] = None,
-    prune: Annotated[Prune, typer.Option(help="Leave out a part of the dataset.")] = Prune.nothing,
+    prune: Annotated[
+        Prune | None, typer.Option(help="Leave out a part of the dataset.", show_default=False)
+    ] = None,
     naive: Annotated[
         bool,
         typer.Option("--naive", help="Learn from the naive dataset.", show_default="off"),
@@ -828,10 +533,10 @@ def train(
     process_id: ProcessId = None,
 ) -> None:
     """Stage 3: the Quality-Diversity Transformer learns from the dataset."""
-    start_jax(distributed, coordinator, num_processes, process_id)
+    join_cluster(distributed, coordinator, num_processes, process_id)
     changes = changes_of(set_, ["train"])
     data = data or ("naive" if naive else None)
-    how = None if prune == Prune.nothing else str(prune)
+    how = str(prune) if prune else None
     name = name or "-".join(part for part in (data, how) if part) or None
     do_train(open_run(run), changes, name, data, how)
 
@@ -848,7 +553,6 @@ def evaluate(
     runs: RunsArgument,
 ) -> None:
     """An experiment of the paper on every run given: RUN/evaluation/EXPERIMENT.json; `report` draws."""
-    start_jax()
     for run in runs:
         do_evaluate(open_run(run), experiment)
 
@@ -886,7 +590,6 @@ def act(
     ] = None,
 ) -> None:
     """Behaviour on demand: the QDT plays towards a target, or several."""
-    start_jax()
     import jax
     import jax.numpy as jnp
 
@@ -1013,7 +716,6 @@ def serve(
     ] = 0,
 ) -> None:
     """Behaviour on demand, live: a page on which a click asks for a behaviour."""
-    start_jax()
     from machinery import server, viewer
     from machinery.driver import tell
 
@@ -1098,14 +800,6 @@ class Players:
 @app.command()
 def show(run: RunArgument) -> None:
     """What is in a run, with the maps of its repertoire."""
-    start_jax()
-    import equinox as eqx
-    import jax
-    import numpy as np
-
-    from machinery import plots
-    from me_ls import make_search, repertoire_metrics
-
     lineage = open_run(run)
     task, repertoire, config = lineage.task, lineage.repertoire(), lineage.plan.search
     episodes = make_search(task, config).episodes
@@ -1148,9 +842,6 @@ def report(
     ),
 ) -> None:
     """Tables and figures of many runs, beside the paper's, in one page."""
-    start_jax()
-    from machinery.report import write_report
-
     print(f"The report is {write_report(found_runs(runs), out)}.")
 
 
@@ -1159,35 +850,19 @@ def report(
 
 def print_plan(plans: list[Plan]) -> None:
     """What `run` would do, and how long it would take here by a short measurement."""
-    import equinox as eqx
-    import jax
-
-    from dataset import bytes_on_disk
-    from machinery.driver import time_text
-    from machinery.machine import settings
-    from me_ls import make_search
-    from qdt import make_model
-
     plan = plans[-1]
-    task, config = plan.task.task, plan.search
-    print(f"{plan.preset or 'a written plan'} on {task}")
-    for name in STAGES:
-        print(f"\n{name}")
-        for field, value in vars(getattr(plan, name)).items():
-            print(f"  {field:<24}{value}")
-    print("\nmachine")
-    for field, value in vars(settings()).items():
-        print(f"  {field:<24}{'by the device' if value is None else value}")
-    played = Run(Path(), plan).task
+    config, played = plan.search, make_task(plan.task)
+    print(f"{plan.preset or 'a written plan'} on {plan.task.task}")
+    estimate.print_settings(plan)
     speed = measure_steps_per_second(plan)
     print(f"\nThis machine: {speed:,.0f} environment steps per second.\n")
     total = 0.0
-    for plan in plans:
-        search = make_search(played, plan.search)
+    for each in plans:
+        search = make_search(played, each.search)
         steps = search.iterations * search.steps_per_iteration
         total += steps / speed
         print(
-            f"{plan.search.algo:<8}{search.iterations:>12,} iterations "
+            f"{each.search.algo:<8}{search.iterations:>12,} iterations "
             f"{steps // played.length:>14,} episodes {steps:>18,} steps "
             f"{time_text(steps / speed):>12}"
         )
@@ -1195,17 +870,18 @@ def print_plan(plans: list[Plan]) -> None:
     size = sum(x.size for x in jax.tree.leaves(state.repertoire.policies)) // config.cells
     print(
         f"        a policy has {size:,} weights; the repertoire takes "
-        f"{size_text(4 * size * config.cells)}, a batch {size_text(4 * size * config.batch)}"
+        f"{estimate.size_text(4 * size * config.cells)}, "
+        f"a batch {estimate.size_text(4 * size * config.batch)}"
     )
     steps = plan.dataset.trajectories * played.length
     total += steps / speed
     least = "at least " if plan.dataset.typical else ""  # the others are played and left out
     print(
         f"dataset {plan.dataset.trajectories:>12,} trajectories {least}{steps:>12,} steps, "
-        f"{size_text(bytes_on_disk(played, plan.dataset))} on disk "
+        f"{estimate.size_text(datasets.bytes_on_disk(played, plan.dataset))} on disk "
         f"{time_text(steps / speed):>12}"
     )
-    model = eqx.filter_eval_shape(make_model, played, plan.train, key=jax.random.key(0))
+    model = eqx.filter_eval_shape(qdt.make_model, played, plan.train, key=jax.random.key(0))
     parameters = sum(x.size for x in jax.tree.leaves(model))
     rate = measure_trajectories_per_second(plan)
     seen = plan.train.epochs * plan.dataset.trajectories
@@ -1217,64 +893,31 @@ def print_plan(plans: list[Plan]) -> None:
     print(f"\nAbout {time_text(total)} in all, without experiments and compilation.")
 
 
-def size_text(size: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:.3g} GiB"
-
-
 def measure_steps_per_second(plan: Plan) -> float:
-    """One batch of the engine with short episodes, twice; the second time counts."""
-    import jax
-
-    from envs import make_task, rollout
-    from machinery.machine import replicate
-    from me_ls import random_policies
-
+    """One batch of the engine with short episodes."""
     task = make_task(replace(plan.task, length=min(plan.task.length, 25)))
     episodes = plan.search.episodes
     count = max(1, 64 // episodes) * jax.device_count()
     keys = jax.random.split(jax.random.key(0), count)
-    policies = replicate(random_policies(task, plan.search.hidden, keys))
+    policies = machine.replicate(me_ls.random_policies(task, plan.search.hidden, keys))
     starts = jax.random.split(keys[0], (count, episodes))
-    return starts.size * task.length / second_time(lambda: rollout(task, policies, starts))
+    play = partial(envs.rollout, task, policies, starts)
+    return starts.size * task.length / estimate.second_time(play)
 
 
 def measure_trajectories_per_second(plan: Plan) -> float:
-    """One small step of training, twice; the second time counts."""
-    import jax
-    import jax.numpy as jnp
-
-    from dataset import Trajectory
-    from envs import make_task
-    from machinery import machine
-    from qdt import make_model, optimiser, train_step
-
+    """One small step of training."""
     task, config = make_task(plan.task), plan.train
     micro_batch = machine.micro_batch(task.length)
     batch = jax.device_count() * micro_batch
-    zeros = Trajectory(
-        jnp.zeros((batch, task.descriptor_size)),
-        jnp.zeros((batch, task.length, task.observation_size)),
-        jnp.zeros((batch, task.length, task.action_size)),
-        jnp.zeros((batch, task.length, task.descriptor_size)),
-    )
-    model = machine.replicate(make_model(task, config, key=jax.random.key(0)))
-    moments = optimiser(config, 1).init(model)
+    sizes = task.descriptor_size, task.observation_size, task.action_size, task.descriptor_size
+    descriptor, *steps = (jnp.zeros((batch, task.length, size)) for size in sizes)
+    zeros = datasets.Trajectory(descriptor[:, 0], *steps)
+    model = machine.replicate(qdt.make_model(task, config, key=jax.random.key(0)))
+    moments = qdt.optimiser(config, 1).init(model)
     how = {"config": config, "total": 1, "micro_batch": micro_batch}
-    step = lambda: train_step(model, moments, zeros, jax.random.key(0), **how)  # noqa: E731
-    return batch / second_time(step)
-
-
-def second_time(work: Any) -> float:
-    import jax
-
-    jax.block_until_ready(work())
-    began = time.monotonic()
-    jax.block_until_ready(work())
-    return time.monotonic() - began
+    step = partial(qdt.train_step, model, moments, zeros, jax.random.key(0), **how)
+    return batch / estimate.second_time(step)
 
 
 # --- the command line itself ------------------------------------------------------------------------
@@ -1305,20 +948,15 @@ def _is_number(text: str) -> bool:
 def main() -> None:
     """Runs a command; what the user can put right is one sentence and exit code 1."""
     try:
+        machine.prepare_jax()
         app(join_target(sys.argv[1:]), prog_name="qdt")
     except SystemExit as end:
         if end.code == 130:  # Ctrl-C between two stages
             print("qdt: interrupted; what was on disk stays as it is.", file=sys.stderr)
         raise
     except Exception as error:
-        import jax
-
-        from machinery.driver import Stopped
-        from machinery.files import UserError
-        from machinery.machine import is_lost_process
-
         code = 130 if isinstance(error, Stopped) else 1
-        if is_lost_process(error):
+        if machine.is_lost_process(error):
             error = UserError(
                 "another process of the cluster is gone, or cannot be reached any more; "
                 "start all of them again, and the run continues."

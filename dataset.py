@@ -116,8 +116,9 @@ def select_policies(
 ) -> Selection:
     """Divides the repertoire into zones and selects the best policy of each (naive: every policy).
 
-    A policy is a candidate for the zone in which its stored descriptor lies, plays a few episodes as
-    it will play the trajectories, with or without noise, and is out if one of them diverges.
+    A policy is a candidate for the zone in which its stored descriptor lies, and plays a few episodes as
+    it will play the trajectories, with or without noise. It is out if one of them diverges, or if none of
+    them ends in the zone: it has nothing to demonstrate there.
     """
     zones = config.zone_count(task)
     centroids = cvt(task.low, task.high, zones, key=stream(seed, "zones"))
@@ -137,10 +138,12 @@ def select_policies(
         hits,
         np.asarray(jax.vmap(spread)(episodes.descriptor)),
         np.asarray(episodes.fitness.mean(axis=1)),
-        np.asarray(~episodes.diverged.any(axis=1)),
+        np.asarray(~episodes.diverged.any(axis=1)) & (hits > 0),
     )
     if len(best) == 0:
-        raise UserError("no policy can be selected: an episode of every one of them diverged.")
+        raise UserError(
+            "no policy can be selected: each of them diverged, or never ended in its own zone."
+        )
     mean = np.asarray(episodes.descriptor.mean(axis=1))
     return Selection(np.asarray(centroids), cells[best], zone[best], mean[best], hits[best])
 
@@ -323,7 +326,10 @@ def _begin(
             f"{config.trajectories} trajectories are too few for {policies} policies to share."
         )
     if empty and is_writer():
-        print(f"{len(empty)} of {zones} zones have no policy and are left out.", file=sys.stderr)
+        print(
+            f"{len(empty)} of {zones} zones are left out: no policy, or none that ends there.",
+            file=sys.stderr,
+        )
     each = episodes_per_shard(config.trajectories, policies)
     bounds = task.low, task.high
     about = config, stage.config, checksum, selection

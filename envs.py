@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from machinery import viewer
-from machinery.config import require_at_least, require_choices
+from machinery.config import find, require_at_least, require_choices
 from machinery.engine import map_episodes
 from machinery.files import UserError
 from machinery.native import c_compiler
@@ -359,9 +359,7 @@ TASKS: dict[str, Any] = {
 @functools.cache
 def make_task(config: TaskConfig) -> Task:
     """The task of a config. The same config gives the same object, so that nothing compiles twice."""
-    if config.task not in TASKS:
-        raise UserError(f"unknown task {config.task!r}; there are {', '.join(TASKS)}.")
-    return TASKS[config.task](config)
+    return find("task", TASKS, config.task)(config)
 
 
 def norm(x: Float[Array, " n"]) -> Float[Array, ""]:

@@ -18,6 +18,7 @@ Reads in this order: config, policy, repertoire, summing up episodes, rules, ins
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -27,9 +28,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key, Num
 
 from envs import Episodes, State, Task, rollout
-from machinery.config import require_at_least, require_layers
-from machinery.files import UserError
-from machinery.machine import devices
+from machinery.config import find, require_at_least, require_layers
+from machinery.files import UserError, load_arrays
+from machinery.machine import devices, replicate
 from machinery.streams import stream
 
 
@@ -176,6 +177,13 @@ def empty_repertoire(
     )
 
 
+def load_repertoire(path: Path, task: Task, config: SearchConfig) -> Repertoire:
+    """What a search has written."""
+    shape = config.cells, task.descriptor_size
+    like = eqx.filter_eval_shape(lambda: empty_repertoire(task, config.hidden, jnp.zeros(shape)))
+    return replicate(load_arrays(path, like)[0])
+
+
 # --- summing up the episodes of one policy --------------------------------------------------------
 
 
@@ -312,9 +320,7 @@ RULES: dict[str, Rule] = {
 
 
 def find_rule(algo: str) -> Rule:
-    if algo not in RULES:
-        raise UserError(f"unknown algorithm {algo!r}; there are {', '.join(RULES)}.")
-    return RULES[algo]
+    return find("algorithm", RULES, algo)
 
 
 # --- insertion ------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import methodcaller
+from pathlib import Path
 from typing import Any, Literal
 
 import equinox as eqx
@@ -37,10 +38,11 @@ from machinery.attention import (
     empty_blocks,
     tokens_in,
 )
-from machinery.config import require_at_least, require_choices
-from machinery.files import UserError
+from machinery.config import find, make_config, require_at_least, require_choices
+from machinery.files import UserError, load_arrays
 from machinery.gradients import loss_and_gradient
 from machinery.muon import scale_by_muon
+from machinery.runs import read_stage_config
 from machinery.streams import generator, stream
 from me_ls import goals
 
@@ -552,9 +554,7 @@ MODELS: dict[str, Model] = {"qdt": Model("QDT", QDTConfig, QDT)}
 
 
 def find_model(name: str) -> Model:
-    if name not in MODELS:
-        raise UserError(f"unknown model {name!r}; there are {', '.join(MODELS)}.")
-    return MODELS[name]
+    return find("model", MODELS, name)
 
 
 def make_model(
@@ -568,6 +568,22 @@ def make_model(
     return find_model(config.model).make(
         config, sizes, statistics or Statistics.none(sizes), key=key
     )
+
+
+def load_model(directory: Path, task: Task) -> ConditionedPolicy:
+    """The best epoch of the training in this directory."""
+    path = directory / "model.safetensors"
+    if not path.exists():
+        raise UserError(
+            f"{directory.parent} has no trained {directory.name}; `qdt train` makes one."
+        )
+    try:
+        stored = read_stage_config(directory)["train"]
+        config = make_config(find_model(stored["model"]).config, stored)
+    except (KeyError, TypeError):
+        raise UserError(f"{directory} is not the directory of a training.") from None
+    like = eqx.filter_eval_shape(make_model, task, config, key=jax.random.key(0))
+    return machine.replicate(load_arrays(path, like)[0])
 
 
 # --- one step of training -------------------------------------------------------------------------

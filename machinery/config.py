@@ -3,6 +3,7 @@
 import dataclasses
 import tomllib
 import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -68,6 +69,13 @@ def _typed(name: str, kind: Any, value: Any) -> Any:
         wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
         text = wanted.get(kind, "numbers with commas between them")
         raise UserError(f"{name} must be {text}, not {value!r}.") from None
+
+
+def find(what: str, registry: Mapping[str, Any], name: str) -> Any:
+    """The entry of this name; where there is none, the user is told which there are."""
+    if name not in registry:
+        raise UserError(f"unknown {what} {name!r}; there are {', '.join(registry)}.")
+    return registry[name]
 
 
 def require_at_least(least: int, config: Any, *names: str) -> None:
@@ -144,13 +152,11 @@ def preset_sections(preset: str, task: str | None) -> Sections:
 
     The first task in a preset is its own. Any other task is played with the fields for all.
     """
-    known = presets()
-    if preset not in known:
-        raise UserError(f"unknown preset {preset!r}; there are {', '.join(known)}.")
-    tasks = {name: sections for name, sections in known[preset].items() if name != "all"}
+    by_task = find("preset", presets(), preset)
+    tasks = {name: sections for name, sections in by_task.items() if name != "all"}
     task = task or next(iter(tasks))
     merged: Sections = {stage: {} for stage in ("task", "search", "dataset", "train")}
-    for sections in (known[preset].get("all", {}), tasks.get(task, {})):
+    for sections in (by_task.get("all", {}), tasks.get(task, {})):
         for stage, fields in sections.items():
             merged[stage] |= fields
     merged["task"]["task"] = task

@@ -15,6 +15,7 @@ import platform
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from machinery.files import (
     UserError,
     is_writer,
     load_arrays,
+    read_checksum,
     read_json,
     save_arrays,
     to_plain,
@@ -54,6 +56,44 @@ def write_plan(directory: Path, plan: dict[str, Any]) -> None:
 def versions() -> dict[str, str]:
     names = ("quality-diversity-transformer", "jax", "equinox", "brax", "optax", "numpy")
     return {"python": platform.python_version()} | {n: importlib.metadata.version(n) for n in names}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory and its plan: what lies where, and whether results are up to date."""
+
+    directory: Path
+    plan: Any
+
+    @property
+    def repertoire_path(self) -> Path:
+        return self.directory / "search" / "repertoire.safetensors"
+
+    def model_paths(self) -> dict[str, Path]:
+        """Of all trained models, the run's own first."""
+        own = self.plan.train.model
+        paths = self.directory.glob("*/model.safetensors")
+        found = sorted(paths, key=lambda path: (path.parent.name != own, path))
+        return {path.parent.name: path for path in found}
+
+    def inputs(self) -> dict[str, str]:
+        """What results depend on: the checksums of repertoire and models."""
+        paths = {"repertoire": self.repertoire_path} | self.model_paths()
+        return {name: read_checksum(path) for name, path in paths.items()}
+
+    def result_path(self, experiment: str) -> Path:
+        return self.directory / "evaluation" / f"{experiment}.json"
+
+    def is_evaluated(self, experiment: str) -> bool:
+        """Whether there is a result, made with the repertoire and the models that are there now."""
+        path = self.result_path(experiment)
+        content = read_json(path) if path.exists() else None
+        return isinstance(content, dict) and content.get("inputs") == self.inputs()
+
+
+def variant(stage: str, name: str | None) -> str:
+    """The directory of a stage's variant."""
+    return f"{stage}-{name}" if name else stage
 
 
 class Stage:

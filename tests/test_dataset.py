@@ -135,7 +135,8 @@ def test_selection_plays_every_policy_of_an_occupied_cell_and_keeps_one_per_zone
         hits = sum(zone_of(episode.descriptor) == zone for episode in played)
         ends = [np.asarray(episode.descriptor) for episode in played]
         pairs = [np.linalg.norm(a - b) for i, a in enumerate(ends) for b in ends[i + 1 :]]
-        rows.append((zone, hits, np.mean(pairs), np.mean([float(e.fitness) for e in played]), True))
+        fitness = np.mean([float(e.fitness) for e in played])
+        rows.append((zone, hits, np.mean(pairs), fitness, hits > 0))
     best = plain_best_of_each_zone(*zip(*rows, strict=True))
     assert selection.cells.tolist() == [cells[i] for i in best]
     assert selection.zone.tolist() == [rows[i][0] for i in best]
@@ -150,6 +151,23 @@ def test_a_diverged_policy_is_never_selected(built):
     selection = ds.select_policies(TASK, repertoire, CONFIG, seed=3)
     assert best not in selection.cells
     assert set(built.meta.selection.cells[1:]) <= set(selection.cells)
+
+
+def test_a_policy_that_never_ends_in_its_zone_demonstrates_nothing(built, tmp_path):
+    """Its stored descriptor was luck: the zone is left to the next one, or to nobody."""
+    selection = built.meta.selection
+    assert selection.hits.min() > 0
+    last = selection.cells[-1]
+    elsewhere = jnp.where(REPERTOIRE.descriptor[last] > 0, TASK.low[0], TASK.high[0])
+    moved = eqx.tree_at(
+        lambda r: r.descriptor, REPERTOIRE, REPERTOIRE.descriptor.at[last].set(elsewhere)
+    )
+    assert last not in ds.select_policies(TASK, moved, CONFIG, seed=3).cells
+    all_moved = eqx.tree_at(
+        lambda r: r.descriptor, REPERTOIRE, jnp.full_like(REPERTOIRE.descriptor, TASK.high[0])
+    )
+    with pytest.raises(UserError, match="never ended in its own zone"):
+        ds.select_policies(TASK, all_moved, CONFIG, seed=3)
 
 
 def test_an_empty_repertoire_and_one_that_always_diverges_are_refused(tmp_path):
@@ -170,7 +188,7 @@ def test_an_empty_repertoire_and_one_that_always_diverges_are_refused(tmp_path):
 def test_zones_left_out_are_reported(tmp_path, capsys):
     built = build(tmp_path / "dataset")
     assert (
-        f"{len(built.meta.selection.empty_zones)} of 6 zones have no policy"
+        f"{len(built.meta.selection.empty_zones)} of 6 zones are left out: no policy"
         in capsys.readouterr().err
     )
 

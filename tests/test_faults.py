@@ -50,7 +50,7 @@ for line in sys.stdin:
         stage, directory = line.split()
         directory, changes = Path(directory), cli.changes_of(sys.argv[1:], cli.STAGES)
         if stage == "search":
-            cli.do_search(directory, cli.asked_plan("tiny", None, None, None, None, changes))
+            cli.do_search(directory, cli.PLANS.asked(cli.Asked("tiny", None, None, None, None, changes)))
         elif stage == "dataset":
             cli.do_dataset(cli.open_run(directory), {})
         else:

@@ -32,14 +32,16 @@ from me_ls import RULES
 
 
 def found(algo: str, seed: int, **results: Any) -> Found:
-    plan, rule = cli.asked_plan("tiny", None, None, algo, seed, {}), RULES[algo]
+    plan, rule = cli.PLANS.asked(cli.Asked("tiny", None, None, algo, seed, {})), RULES[algo]
     task, titles = make_task(plan.task), {"qdt": "QDT", "mlp": "MLP"}
     return Found(Path("run"), cli.plain(plan), task, rule.title, rule.colour, titles, results)
 
 
 def write_run(directory: Path, algo: str, seed: int, **changes: dict[str, str]) -> None:
     """The beginning of a run, as far as the report reads it."""
-    write_plan(directory, cli.plain(cli.asked_plan("tiny", None, None, algo, seed, changes)))
+    write_plan(
+        directory, cli.plain(cli.PLANS.asked(cli.Asked("tiny", None, None, algo, seed, changes)))
+    )
 
 
 def measured(*distance: float) -> dict[str, Any]:

@@ -363,7 +363,7 @@ SMALL = ["task.length=20", "search.steps=12800", "search.cells=16", "train.width
 def run(tmp_path_factory) -> cli.Run:
     """A run with a small repertoire, and a QDT that has learned nothing but plays."""
     changes = cli.changes_of(SMALL, cli.STAGES)
-    plan = cli.asked_plan("tiny", None, None, "me-ls", None, changes)
+    plan = cli.PLANS.asked(cli.Asked("tiny", None, None, "me-ls", None, changes))
     made = cli.do_search(tmp_path_factory.mktemp("served") / "run", plan)
     model = make_model(made.task, plan.train, key=jax.random.key(0))
     model = eqx.tree_at(lambda m: m.statistics.action_noise, model, jnp.array(0.05))
