@@ -18,7 +18,7 @@ from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import equinox as eqx
 import jax
@@ -35,8 +35,9 @@ import qdt
 import uncertain  # noqa: F401 - likewise
 from dataset import Dataset, DatasetConfig
 from envs import Task, TaskConfig, make_task
-from evaluate import EXPERIMENTS, Film, Subject, averages, summary
-from machinery import estimate, machine, plots, runs
+from evaluate import EXPERIMENTS, Film, Filming, Subject, averages, film, refuse_empty, summary
+from machinery import demand, estimate, machine, plots, runs, viewer
+from machinery.demand import Cast, Setting
 from machinery.driver import Stopped, drive, tell, time_text
 from machinery.files import UserError, read_json, save_arrays, write_json
 from machinery.plans import STAGES, Asked, Changes, Plan, Planner, changes_of, plain
@@ -49,11 +50,10 @@ from machinery.report import (
     write_report,
 )
 from machinery.runs import find_runs, open_stage, variant
-from machinery.server import Wish
 from machinery.streams import stream
 from machinery.viewer import Accuracy, Playback
-from me_ls import RULES, Repertoire, load_repertoire, make_search, repertoire_metrics
-from qdt import MODELS, ConditionedPolicy, Training, load_model
+from me_ls import RULES, Repertoire, load_repertoire, make_search, repertoire_metrics, spread
+from qdt import MODELS, ConditionedPolicy, Training, find_model, load_model, play
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -590,115 +590,37 @@ def act(
     ] = None,
 ) -> None:
     """Behaviour on demand: the QDT plays towards a target, or several."""
-    import jax
-    import jax.numpy as jnp
-
-    from evaluate import Filming
-    from machinery import pictures
-    from machinery.files import UserError
-    from machinery.streams import stream
-    from me_ls import spread
-    from qdt import play
-
-    lineage = open_run(run)
+    lineage, files = open_run(run), demand.Files(html, gif, video)
     task, model = lineage.task, lineage.model()
-    goals = [parse_target(text, task) for text in target]
+    goals = [demand.parse_target(text, task.low, task.high) for text in target]
     if episodes < 1:
         raise UserError(f"at least one episode has to be played, not {episodes}.")
-    if html is not None and len(goals) > 1:
-        raise UserError("a page shows one target; --gif and --video show several.")
-    if video is not None:
-        pictures.require_ffmpeg()
+    files.check(goals)
     keys = jax.random.split(stream(seed, "act"), (1, episodes))
     keys = jnp.repeat(keys, len(goals), axis=0)  # the same starts for every target
     played = play(task, model, jnp.array(goals), keys, record=Filming(task))
-    for i, goal in enumerate(goals):
-        reached, fitness = played.descriptor[i], played.fitness[i]
-        far = jnp.linalg.norm(reached - jnp.array(goal), axis=1)
-        if len(goals) > 1:
-            print("target " + " ".join(f"{x:g}" for x in goal))
-        for k in range(episodes):
-            place = " ".join(f"{x:.3f}" for x in reached[k])
-            print(
-                f"start {k + 1}: reached {place}, distance {far[k]:.3f}, fitness {fitness[k]:.1f}"
-            )
-        print(f"mean distance {far.mean():.3f}, spread {spread(reached):.3f}")
+    spreads = jax.vmap(spread)(played.descriptor)
+    numbers = map(np.asarray, (played.descriptor, played.fitness, spreads))
+    for line in demand.told(goals, *numbers):
+        print(line)
     films = [
         playbacks_of(jax.tree.map(lambda x, i=i: x[i], played.recorded)) for i in range(len(goals))
     ]
-    with told_if_diverged():
-        if html is not None:
-            write_page(html, lineage, films[0], goals[0])
-            print(f"{html} plays the episodes.")
-        for path, write in ((gif, pictures.write_gif), (video, pictures.write_video)):
-            if path is not None:
-                firsts, bounds = [film[0] for film in films], (task.low, task.high)
-                write(
-                    path,
-                    pictures.Animation(task.scene(), firsts, goals, bounds, kind_of(task), task.dt),
-                )
-                print(f"{path} plays the first start towards each target.")
+    files.write(setting_of(lineage), films, goals)
 
 
-def parse_target(text: str, task: "Task") -> list[float]:
-    from machinery.files import UserError
-
-    try:
-        target = [float(part) for part in text.replace(",", " ").split()]
-    except ValueError:
-        raise UserError(f"a target is numbers such as 0.4 0.7, not {text!r}.") from None
-    if len(target) != task.descriptor_size:
-        raise UserError(
-            f"a target of this task has {task.descriptor_size} numbers, not {len(target)}."
-        )
-    for number, low, high in zip(target, task.low, task.high, strict=True):
-        if not low <= number <= high:
-            raise UserError(
-                f"{number:g} lies outside the space, which goes from {low:g} to {high:g}."
-            )
-    return target
+def setting_of(run: Run) -> Setting:
+    """What the task of a run looks like."""
+    task = run.task
+    return Setting(
+        run.plan.task.task, task.scene(), task.low, task.high, bool(task.is_place), task.dt
+    )
 
 
-@contextmanager
-def told_if_diverged() -> Iterator[None]:
-    from machinery.files import UserError
-
-    try:
-        yield
-    except ValueError as error:
-        raise UserError(f"it cannot be shown. {error}") from None
-
-
-def playbacks_of(film: "Film") -> "list[Playback]":
-    """The episodes of a film as the viewer takes them."""
-    import jax
-    import numpy as np
-
-    from machinery.viewer import Playback
-
-    frames = jax.tree.map(np.asarray, film)
-    columns = (frames.position, frames.rotation, frames.path, frames.contact)
-    return [
-        Playback(position, rotation, way, contact if contact.shape[1] else None)
-        for position, rotation, way, contact in zip(*columns, strict=True)
-    ]
-
-
-def kind_of(task: "Task") -> Literal["omni", "uni"]:
-    return "omni" if task.is_place else "uni"
-
-
-def write_page(
-    path: Path, run: Run, playbacks: "Sequence[Playback]", target: Sequence[float]
-) -> None:
-    from machinery import viewer
-    from machinery.files import write_safely
-
-    task, title = run.task, f"{run.plan.task.task}: behaviour on demand"
-    bounds = task.low, task.high
-    text = viewer.page(title, task.scene(), playbacks, target, bounds, kind_of(task), task.dt)
-    with write_safely(path) as file:
-        file.write(text.encode())
+def playbacks_of(film: Film) -> list[Playback]:
+    """What was filmed, for those who show it."""
+    arrays = film.position, film.rotation, film.path, film.contact
+    return viewer.playbacks(*map(np.asarray, arrays))
 
 
 @app.command()
@@ -716,85 +638,25 @@ def serve(
     ] = 0,
 ) -> None:
     """Behaviour on demand, live: a page on which a click asks for a behaviour."""
-    from machinery import server, viewer
-    from machinery.driver import tell
-
-    lineage = open_run(run)
-    task, players = lineage.task, Players(lineage, starts)
-    middle = [(a + b) / 2 for a, b in zip(task.low, task.high, strict=True)]
-    films: dict[str, list[Playback]] = {}
-    with server.reserve(host, port) as reserved, server.Worker() as worker:
-        for name in players.all:
-            tell(f"{run}: {players.titles[name]} gets ready to play; this compiles, once.")
-            began = time.monotonic()
-            rehearsal = partial(players.film, name, middle, seed, players.noise)
-            films[name] = worker.submit(rehearsal).result()
-            tell(f"Ready after {time.monotonic() - began:.1f} s.")
-        accuracy = lineage.accuracy_map()
-        if accuracy is None:
-            tell(f"The map stays white; `qdt evaluate accuracy {run}` gives it its colours.")
-        with told_if_diverged():
-            page = viewer.page(
-                f"{lineage.plan.task.task}: behaviour on demand",
-                players.scene,
-                films["model"],
-                middle,
-                (task.low, task.high),
-                kind_of(task),
-                task.dt,
-                live=viewer.Live(players.titles, seed, players.noise, accuracy),
-            )
-        space = server.Space(task.low, task.high, list(players.all))
-        app = server.make_app(
-            page,
-            viewer.security_policy(live=True),
-            space,
-            players.play,
-            worker,
-            server.own_names(host, port),
-        )
-        running = server.make_http_server(app, reserved)
-        shown = f"[{host}]" if ":" in host else host
-        tell(f"Open http://{shown}:{port}/ in a browser. Ctrl-C ends it.")
-        running.serve_forever()
-    tell("Ended.")
+    cast = cast_of(open_run(run), starts)
+    if cast.accuracy is None:
+        tell(f"The map stays white; `qdt evaluate accuracy {run}` gives it its colours.")
+    demand.serve(cast, host, port, seed)
 
 
-class Players:
-    """Who can play before the page of a run. Whatever JAX computes for it, one thread asks for."""
+def cast_of(run: Run, starts: int) -> Cast:
+    """The run's own model, and whoever of its repertoire is nearest to a target."""
+    task, model, repertoire = run.task, run.model(), run.repertoire()
+    refuse_empty(repertoire)
+    players = {"model": model, "repertoire": repertoire}
+    titles = {"model": find_model(run.plan.train.model).title, "repertoire": "nearest policy"}
 
-    def __init__(self, run: Run, starts: int):
-        from evaluate import refuse_empty
-        from qdt import find_model
+    def play(who: str, target: Sequence[float], seed: int, noise: float) -> list[Playback]:
+        (keys,) = jax.random.split(stream(seed, "act"), (1, starts))  # as `qdt act` has them
+        return playbacks_of(film(task, players[who], jnp.array(target, float), keys, noise))
 
-        model, repertoire = run.model(), run.repertoire()
-        refuse_empty(repertoire)
-        self.task, self.scene, self.starts = run.task, run.task.scene(), starts
-        self.all = {"model": model, "repertoire": repertoire}
-        title = find_model(run.plan.train.model).title
-        self.titles = {"model": title, "repertoire": "nearest policy"}
-        self.noise = float(model.statistics.action_noise)
-
-    def film(
-        self, player: str, target: Sequence[float], seed: int, noise: float
-    ) -> "list[Playback]":
-        import jax
-        import jax.numpy as jnp
-
-        from evaluate import film
-        from machinery.streams import stream
-
-        (starts,) = jax.random.split(stream(seed, "act"), (1, self.starts))  # as `qdt act` has them
-        goal = jnp.array(target, float)
-        return playbacks_of(film(self.task, self.all[player], goal, starts, noise))
-
-    def play(self, wish: "Wish") -> dict[str, Any]:
-        from machinery.viewer import pack
-
-        noise = self.noise if wish.noise else 0.0
-        films = {name: self.film(name, wish.target, wish.seed, noise) for name in wish.players}
-        with told_if_diverged():
-            return pack(self.scene, films, wish.target)
+    noise = float(model.statistics.action_noise)
+    return Cast(setting_of(run), titles, noise, play, run.accuracy_map())
 
 
 @app.command()

@@ -10,4 +10,5 @@ Those may import from here; nothing in here imports from them.
     config, presets.toml, driver      settings, plans, and the loop around every search and training
     plots, report                     figures, tables beside the paper's (paper.json)
     viewer, server, pictures          robots in a browser, live there on demand, and without one
+    demand                            what asking for a behaviour tells, writes and serves
 """

@@ -72,6 +72,17 @@ class Playback:
     contacts: Shaped[np.ndarray, "time foot"] | None = None  # not 0: the foot touches the ground
 
 
+def playbacks(
+    positions: Float[np.ndarray, "episodes time body 3"],
+    rotations: Float[np.ndarray, "episodes time body 4"],
+    paths: Float[np.ndarray, "episodes time d"],
+    contacts: Shaped[np.ndarray, "episodes time foot"],
+) -> list[Playback]:
+    """Of several episodes; contacts of no foot at all are none."""
+    columns = positions, rotations, paths, contacts if contacts.shape[2] else [None] * len(contacts)
+    return [Playback(*episode) for episode in zip(*columns, strict=True)]
+
+
 @dataclass(frozen=True)
 class Accuracy:
     """The background of the map: how far from each goal everybody ended who was asked for it."""

@@ -28,6 +28,7 @@ from webdriver import CHROMEDRIVER, CHROMIUM, Browser
 import cli
 from evaluate import Filming
 from machinery import server, viewer
+from machinery.demand import Cast
 from machinery.files import UserError, save_arrays, write_json
 from machinery.runs import open_stage
 from machinery.server import Refused, Space, Wish, Worker
@@ -374,27 +375,27 @@ def run(tmp_path_factory) -> cli.Run:
 
 
 @pytest.fixture(scope="module")
-def stage(run) -> cli.Players:
-    return cli.Players(run, starts=2)
+def cast(run) -> Cast:
+    return cli.cast_of(run, starts=2)
 
 
-def test_the_stage_plays_what_act_plays(run, stage):
-    assert stage.noise == pytest.approx(0.05)
+def test_the_cast_plays_what_act_plays(run, cast):
+    assert cast.noise == pytest.approx(0.05)
     keys = jax.random.split(stream(7, "act"), (1, 2))
     targets = jnp.array([[0.5, -0.5]])
     expected = play(run.task, run.model(), targets, keys, Filming(run.task))
-    found = stage.film("model", (0.5, -0.5), 7, stage.noise)
+    found = cast.film("model", (0.5, -0.5), 7, cast.noise)
     assert len(found) == 2
     for episode, path in zip(found, expected.recorded.path[0], strict=True):
         np.testing.assert_allclose(episode.descriptor_path, path, atol=1e-5)
 
 
-def test_both_players_start_from_the_same_state_and_noise_matters(stage):
-    quiet = [stage.film(name, (0.5, 0.5), 1, 0.0) for name in stage.all]
+def test_both_players_start_from_the_same_state_and_noise_matters(cast):
+    quiet = [cast.film(name, (0.5, 0.5), 1, 0.0) for name in cast.titles]
     for ours, theirs in zip(*quiet, strict=True):
         np.testing.assert_array_equal(ours.positions[0], theirs.positions[0])
         assert not np.allclose(ours.positions[-1], theirs.positions[-1])
-    noisy, _ = stage.film("model", (0.5, 0.5), 1, stage.noise)
+    noisy, _ = cast.film("model", (0.5, 0.5), 1, cast.noise)
     assert not np.allclose(noisy.positions[-1], quiet[0][0].positions[-1])
 
 
