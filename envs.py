@@ -184,7 +184,7 @@ class BraxTask(Task):
             raise UserError(f"robots like v1's are {' and '.join(V1)}, on spring.")
         if config.robot == "v1" and config.start != "joints":
             raise UserError("robots like v1's start on their joints.")
-        self.env = load_robot(self.robot, config.robot, config.backend, self.in_lanes)
+        self.env = self.load(config)
         self.config = config
         self.length = config.length
         self.observation_size = int(self.env.observation_size)
@@ -193,6 +193,10 @@ class BraxTask(Task):
         self.low, self.high = self.bounds(config)
         self.worst_reward = self.lowest_reward()
         self.axes = self.axis_names()
+
+    def load(self, config: TaskConfig) -> Any:
+        """The robot: a brax environment."""
+        return load_robot(self.robot, config.robot, config.backend, self.in_lanes)
 
     def bounds(self, config: TaskConfig) -> tuple[tuple[float, ...], tuple[float, ...]]:
         raise NotImplementedError

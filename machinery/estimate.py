@@ -20,7 +20,7 @@ def print_settings(plan: Plan) -> None:
             print(f"  {field:<24}{value}")
 
 
-def size_text(size: float) -> str:
+def size_text(size: int | float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.3g} {unit}"

@@ -27,16 +27,22 @@ CAPSULE = 3  # MuJoCo's number for the shape (mjtGeom)
 SUBSTEPS = {"ant": 10, "halfcheetah": 16}  # of 0.05 s
 
 
+def description(robot: str) -> str:
+    """The body in MJCF."""
+    return (Path(__file__).parent / "bodies" / f"{robot}_v1.xml").read_text()
+
+
 class RobotV1(PipelineEnv):
     """One of the described robots. Reward and end of an episode are the task's matter, not its.
 
     Its physics state has in `contact`, for each link, whether the ground pushed it in this step.
     """
 
-    def __init__(self, robot: str):
-        path = Path(__file__).parent / "bodies" / f"{robot}_v1.xml"
+    def __init__(self, robot: str, body: str | None = None):
+        """`body`: a description of one's own in place of the robot's."""
         self.robot = robot
-        super().__init__(sys=mjcf.load(path), backend="spring", n_frames=SUBSTEPS[robot])
+        system = mjcf.loads(body or description(robot))
+        super().__init__(sys=system, backend="spring", n_frames=SUBSTEPS[robot])
         self.balls = _balls(self.sys.mj_model)
 
     def reset(self, rng: PRNGKeyArray) -> State:

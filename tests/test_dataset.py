@@ -163,11 +163,12 @@ def test_a_policy_that_never_ends_in_its_zone_demonstrates_nothing(built, tmp_pa
         lambda r: r.descriptor, REPERTOIRE, REPERTOIRE.descriptor.at[last].set(elsewhere)
     )
     assert last not in ds.select_policies(TASK, moved, CONFIG, seed=3).cells
-    all_moved = eqx.tree_at(
-        lambda r: r.descriptor, REPERTOIRE, jnp.full_like(REPERTOIRE.descriptor, TASK.high[0])
+    wide = envs.make_task(envs.TaskConfig("point-omni", length=10, reach=9.0))
+    in_a_corner = eqx.tree_at(
+        lambda r: r.descriptor, REPERTOIRE, jnp.full_like(REPERTOIRE.descriptor, wide.high[0])
     )
     with pytest.raises(UserError, match="never ended in its own zone"):
-        ds.select_policies(TASK, all_moved, CONFIG, seed=3)
+        ds.select_policies(wide, in_a_corner, CONFIG, seed=3)
 
 
 def test_an_empty_repertoire_and_one_that_always_diverges_are_refused(tmp_path):
