@@ -36,7 +36,7 @@ import uncertain  # noqa: F401 - likewise
 from dataset import Dataset, DatasetConfig
 from envs import Task, TaskConfig, make_task
 from evaluate import EXPERIMENTS, Film, Filming, Subject, averages, film, refuse_empty, summary
-from machinery import demand, estimate, machine, plots, runs, viewer
+from machinery import demand, estimate, machine, plots, pretrained, runs, viewer
 from machinery.demand import Cast, Setting
 from machinery.driver import Stopped, drive, tell, time_text
 from machinery.files import UserError, read_json, save_arrays, write_json
@@ -49,7 +49,7 @@ from machinery.report import (
     with_results,
     write_report,
 )
-from machinery.runs import find_runs, open_stage, variant
+from machinery.runs import find_runs, open_stage, read_stage_config, variant
 from machinery.streams import stream
 from machinery.viewer import Accuracy, Playback
 from me_ls import RULES, Repertoire, load_repertoire, make_search, repertoire_metrics, spread
@@ -177,6 +177,8 @@ class Run(runs.Run):
         return make_task(self.plan.task)
 
     def repertoire(self) -> Repertoire:
+        if self.is_pretrained:
+            raise UserError(f"{self.directory} is a pretrained model: it has no repertoire.")
         if not self.repertoire_path.exists():
             raise UserError(f"the search in {self.directory} is not finished; continue it first.")
         return load_repertoire(self.repertoire_path, self.task, self.plan.search)
@@ -198,16 +200,18 @@ class Run(runs.Run):
     def subject(self) -> Subject:
         """What experiments look at."""
         models = {name: self.model(name) for name in self.model_paths()}
-        return Subject(self.task, self.plan.seed, self.repertoire(), models)
+        repertoire = None if self.is_pretrained else self.repertoire()
+        return Subject(self.task, self.plan.seed, repertoire, models)
 
     def accuracy_map(self) -> Accuracy | None:
         """How near to every goal its own model and its repertoire come, if that was evaluated."""
         if not self.is_evaluated("accuracy"):
             return None
         result = read_json(self.result_path("accuracy"))["result"]
-        own = {"model": self.plan.train.model, "repertoire": "repertoire"}
-        distance = {name: np.array(result[key]["distance"], float) for name, key in own.items()}
-        return Accuracy(np.array(result["repertoire"]["goals"]), distance)
+        players = {"model": self.plan.train.model, "repertoire": "repertoire"}
+        own = {name: result[key] for name, key in players.items() if key in result}
+        distance = {name: np.array(found["distance"], float) for name, found in own.items()}
+        return Accuracy(np.array(own["model"]["goals"]), distance)
 
 
 def open_run(directory: Path) -> Run:
@@ -646,10 +650,12 @@ def serve(
 
 def cast_of(run: Run, starts: int) -> Cast:
     """The run's own model, and whoever of its repertoire is nearest to a target."""
-    task, model, repertoire = run.task, run.model(), run.repertoire()
-    refuse_empty(repertoire)
-    players = {"model": model, "repertoire": repertoire}
-    titles = {"model": find_model(run.plan.train.model).title, "repertoire": "nearest policy"}
+    task, model = run.task, run.model()
+    players: dict[str, ConditionedPolicy | Repertoire] = {"model": model}
+    titles = {"model": find_model(run.plan.train.model).title}
+    if not run.is_pretrained:
+        players["repertoire"], titles["repertoire"] = run.repertoire(), "nearest policy"
+        refuse_empty(players["repertoire"])
 
     def play(who: str, target: Sequence[float], seed: int, noise: float) -> list[Playback]:
         (keys,) = jax.random.split(stream(seed, "act"), (1, starts))  # as `qdt act` has them
@@ -657,6 +663,32 @@ def cast_of(run: Run, starts: int) -> Cast:
 
     noise = float(model.statistics.action_noise)
     return Cast(setting_of(run), titles, noise, play, run.accuracy_map())
+
+
+@app.command()
+def export(
+    run: RunArgument,
+    out: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Where it goes, such as pretrained/ant-omni.")
+    ],
+) -> None:
+    """The run's model to hand on: a small directory for `act`, `serve` and `evaluate accuracy`."""
+    lineage = open_run(run)
+    task, name = lineage.task, lineage.plan.train.model
+    lineage.model()  # is there, and can be read
+    data = lineage.dataset(read_stage_config(run / name).get("dataset"))
+    who = data.meta.selection
+    about = pretrained.About(
+        find_model(name).title,
+        getattr(task, "robot", None),
+        task.axes,
+        task.low,
+        task.high,
+        task.unit,
+    )
+    there = {"zone": who.zone, "descriptor": who.descriptor, "centroids": who.centroids}
+    pretrained.export(lineage, out, about, there)
+    print(f"{out} holds the model and its card, {out / 'README.md'}.")
 
 
 @app.command()

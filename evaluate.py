@@ -332,8 +332,14 @@ class Subject:
 
     task: Task
     seed: int
-    repertoire: Repertoire
+    found: Repertoire | None  # None: there are only models, without those from whom they learned
     models: dict[str, ConditionedPolicy]  # by the name of their directory; the run's own is first
+
+    @property
+    def repertoire(self) -> Repertoire:
+        if self.found is None:
+            raise UserError("this experiment is about a repertoire, and there is none.")
+        return self.found
 
     @property
     def goals(self) -> Float[Array, "goals d"]:
@@ -359,9 +365,10 @@ def averages(measured: Accuracy) -> dict[str, Any]:
 
 def evaluate_accuracy(subject: Subject) -> dict[str, Any]:
     """The repertoire's nearest policies, and every model of the run, on goals that cover the space."""
-    task, keys = subject.task, subject.episode_keys
-    repertoire = accuracy_of_repertoire(task, subject.repertoire, subject.goals, keys)
-    result = {"repertoire": averages(repertoire)}
+    task, keys, result = subject.task, subject.episode_keys, {}
+    if subject.found is not None:
+        repertoire = accuracy_of_repertoire(task, subject.found, subject.goals, keys)
+        result["repertoire"] = averages(repertoire)
     return result | {name: averages(subject.measure(m)) for name, m in subject.models.items()}
 
 

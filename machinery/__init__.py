@@ -11,4 +11,5 @@ Those may import from here; nothing in here imports from them.
     plots, report                     figures, tables beside the paper's (paper.json)
     viewer, server, pictures          robots in a browser, live there on demand, and without one
     demand                            what asking for a behaviour tells, writes and serves
+    pretrained                        a model that is handed on, and its card
 """

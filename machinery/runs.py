@@ -8,11 +8,13 @@ RUN/evaluation/            one JSON file per experiment
 """
 
 import contextlib
+import functools
 import importlib.metadata
 import json
 import math
 import platform
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -54,8 +56,33 @@ def write_plan(directory: Path, plan: dict[str, Any]) -> None:
 
 
 def versions() -> dict[str, str]:
+    """With what something was made: Python, the libraries, and the commit where there is one."""
     names = ("quality-diversity-transformer", "jax", "equinox", "brax", "optax", "numpy")
-    return {"python": platform.python_version()} | {n: importlib.metadata.version(n) for n in names}
+    found = {"python": platform.python_version()}
+    found |= {name: importlib.metadata.version(name) for name in names}
+    here = commit()
+    return found | ({"commit": here} if here else {})
+
+
+@functools.cache
+def commit() -> str | None:
+    """Of the source that runs, if it is a clone; it says so if files were changed since."""
+    root = Path(__file__).parents[1]
+    if not (root / ".git").exists():
+        return None
+    describe = ["git", "-C", str(root), "describe", "--always", "--dirty=-changed", "--abbrev=12"]
+    try:
+        done = subprocess.run(describe, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def read_versions(path: Path) -> dict[str, str]:
+    """What stands beside a plan or a stage's config."""
+    content = read_json(path)
+    found = content.get("versions") if isinstance(content, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 @dataclass(frozen=True)
@@ -69,6 +96,11 @@ class Run:
     def repertoire_path(self) -> Path:
         return self.directory / "search" / "repertoire.safetensors"
 
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether it is a model without the search it came from (`machinery/pretrained.py`)."""
+        return not self.repertoire_path.parent.exists() and bool(self.model_paths())
+
     def model_paths(self) -> dict[str, Path]:
         """Of all trained models, the run's own first."""
         own = self.plan.train.model
@@ -78,7 +110,8 @@ class Run:
 
     def inputs(self) -> dict[str, str]:
         """What results depend on: the checksums of repertoire and models."""
-        paths = {"repertoire": self.repertoire_path} | self.model_paths()
+        repertoire = {} if self.is_pretrained else {"repertoire": self.repertoire_path}
+        paths = repertoire | self.model_paths()
         return {name: read_checksum(path) for name, path in paths.items()}
 
     def result_path(self, experiment: str) -> Path:

@@ -410,6 +410,21 @@ def test_the_map_has_colours_after_the_evaluation_only(run):
     assert accuracy.goals.shape == (run.task.zones, 2)
 
 
+def test_several_targets_are_one_animation(run, tmp_path, capsys):
+    for i, asked in enumerate([["0.5 0.5", "-1 0"], ["0.5 0.5"]]):
+        picture = tmp_path / f"{i}.gif"
+        cli.act(run.directory, asked, episodes=2, gif=picture)
+        told = capsys.readouterr().out.splitlines()
+        assert [line for line in told if line.startswith("target")] == (
+            ["target 0.5 0.5", "target -1 0"] if len(asked) > 1 else []
+        )
+        assert sum("mean distance" in line for line in told) == len(asked)
+        assert told[-1] == f"{picture} plays the first start towards each target."
+        assert picture.read_bytes().startswith(b"GIF89a")
+    with pytest.raises(UserError, match="a page shows one target"):
+        cli.act(run.directory, ["0 0", "1 1"], html=tmp_path / "page.html")
+
+
 # The shell behind the tests may have switched Ctrl-C off.
 COMMAND = "import signal, cli; signal.signal(signal.SIGINT, signal.default_int_handler); cli.main()"
 
@@ -487,6 +502,13 @@ def browser(tmp_path_factory) -> Iterator[Browser]:
         yield browser
 
 
+@pytest.fixture(scope="module")
+def served(run) -> Iterator[str]:
+    """The address of `qdt serve`."""
+    with command(run.directory) as (_, url):
+        yield url
+
+
 def visit(browser: Browser, url: str) -> None:
     browser.resize(1280, 800)
     browser.console(), browser.requests()
@@ -502,35 +524,29 @@ def numbers(text: str) -> list[float]:
     return [float(part) for part in text.replace("−", "-").strip("()").split(",")]
 
 
-@pytest.mark.slow
-def test_a_click_on_the_map_is_played(browser, run, tmp_path):
-    with command(run.directory) as (_, url):
-        visit(browser, url)
-        before = browser.text("#target")
-        browser.click("#chart", 0.8, 0.2)
-        wait_for_answer(browser)
-        browser.wait_for(lambda: browser.run("return Number(time.value) > 0"))
-        x, y = numbers(browser.text("#target"))
-        assert browser.text("#target") != before and x > 0.3 and y > 0.3
-        assert float(browser.text("#distance")) > 0
-        assert f"distance {float(browser.text('#distance')):.2f}" in browser.text("#status")
-        browser.wait_for(lambda: browser.text("#play") == "Replay")
-        assert browser.console() == []
-        assert set(browser.requests()) == {url, url + "play"}
+def test_a_click_on_the_map_is_played(browser, served):
+    visit(browser, served)
+    before = browser.text("#target")
+    browser.click("#chart", 0.8, 0.2)
+    wait_for_answer(browser)
+    browser.wait_for(lambda: browser.run("return Number(time.value) > 0"))
+    x, y = numbers(browser.text("#target"))
+    assert browser.text("#target") != before and x > 0.3 and y > 0.3
+    assert float(browser.text("#distance")) > 0
+    assert f"distance {float(browser.text('#distance')):.2f}" in browser.text("#status")
+    browser.wait_for(lambda: browser.text("#play") == "Replay")
+    assert browser.console() == []
+    assert set(browser.requests()) == {served, served + "play"}
 
 
-@pytest.mark.slow
-def test_twenty_clicks_in_a_row_each_move_the_robot(browser, run):
-    with command(run.directory) as (_, url):
-        visit(browser, url)
-        places = np.random.default_rng(0).uniform(0.2, 0.8, (20, 2)).tolist()
-        times = [browser.run_async(CLICK_AND_WATCH, *place) for place in places]
-        print(f"click to first movement: median {statistics.median(times):.0f} ms of {len(times)}")
-        assert statistics.median(times) < 2000
-        assert browser.console() == []
+def test_twenty_clicks_in_a_row_each_move_the_robot(browser, served):
+    visit(browser, served)
+    places = np.random.default_rng(0).uniform(0.2, 0.8, (20, 2)).tolist()
+    times = [browser.run_async(CLICK_AND_WATCH, *place) for place in places]
+    assert statistics.median(times) < 2000
+    assert browser.console() == []
 
 
-@pytest.mark.slow
 def test_a_click_on_the_ground_asks_for_that_place(browser):
     with serving(walks) as port:
         visit(browser, f"http://127.0.0.1:{port}/")
@@ -545,7 +561,6 @@ def test_a_click_on_the_ground_asks_for_that_place(browser):
         assert browser.console() == []
 
 
-@pytest.mark.slow
 def test_of_many_clicks_while_one_is_playing_the_last_one_counts(browser):
     asked = []
 
@@ -564,7 +579,6 @@ def test_of_many_clicks_while_one_is_playing_the_last_one_counts(browser):
         assert browser.console() == []
 
 
-@pytest.mark.slow
 def test_two_windows_do_not_disturb_each_other(browser):
     with serving(walks) as port:
         visit(browser, f"http://127.0.0.1:{port}/")
@@ -585,7 +599,6 @@ def test_two_windows_do_not_disturb_each_other(browser):
         assert browser.console() == []
 
 
-@pytest.mark.slow
 def test_both_players_side_by_side_with_ghosts_noise_and_another_seed(browser):
     asked: list[Wish] = []
 
@@ -616,7 +629,6 @@ def test_both_players_side_by_side_with_ghosts_noise_and_another_seed(browser):
         assert browser.console() == []
 
 
-@pytest.mark.slow
 def test_a_narrow_window_has_everything_one_below_the_other(browser):
     with serving(walks) as port:
         visit(browser, f"http://127.0.0.1:{port}/")
@@ -629,7 +641,6 @@ def test_a_narrow_window_has_everything_one_below_the_other(browser):
         assert browser.console() == []
 
 
-@pytest.mark.slow
 def test_a_server_that_ended_is_told_on_the_page(browser):
     with serving(walks) as port:
         visit(browser, f"http://127.0.0.1:{port}/")

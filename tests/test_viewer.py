@@ -235,7 +235,6 @@ def browse(page: str, folder: Path, *options: str) -> tuple[str, str]:
     return done.stdout, "\n".join(li for li in done.stderr.splitlines() if "CONSOLE" in li)
 
 
-@pytest.mark.slow
 def test_the_page_plays_in_a_browser_without_network_or_errors(tmp_path):
     page = point_page(HOSTILE, dt=0.1)
     page = page.replace("</head>", CLOCK + "</head>").replace("</body>", VISIT + "</body>")
@@ -258,7 +257,6 @@ def test_the_page_plays_in_a_browser_without_network_or_errors(tmp_path):
     assert float(note["distance"]) == pytest.approx(np.hypot(1.0, 0.5), abs=1e-3)
 
 
-@pytest.mark.slow
 def test_robot_target_and_path_are_in_the_picture(tmp_path):
     from matplotlib.image import imread
 
@@ -272,7 +270,6 @@ def test_robot_target_and_path_are_in_the_picture(tmp_path):
     assert ((blue > 0.85) & (red < 0.2)).sum() > 100  # the path
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shares", [(0.5,), (0.2, 0.7), (0.1, 0.3, 0.5, 0.7)])
 def test_a_lamp_for_every_foot(tmp_path, shares):
     scene = viewer.Scene(viewer.point_scene().geoms, {f"foot {k}": 0 for k in range(len(shares))})
