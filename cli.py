@@ -313,10 +313,15 @@ def do_evaluate(run: Run, experiment: str) -> dict[str, Any]:
 
 
 def generalize(run: Run) -> dict[str, Any]:
-    """Section 5.3: models of pruned datasets, trained here where they are missing."""
+    """Section 5.3: models of pruned datasets, trained here where they are missing.
+
+    All of them learn for as many steps as the model of the whole dataset: less is shown, not learned.
+    """
     data, subject, result = run.dataset(), run.subject(), {}
+    whole = Training(run.task, run.plan.train, data, run.plan.seed)
+    as_long = {"train": {"steps_per_epoch": str(whole.steps_per_epoch)}}
     for how in (None, *datasets.PRUNINGS):
-        model = do_train(run, {}, name=how, prune=how)
+        model = do_train(run, as_long if how else {}, name=how, prune=how)
         view = datasets.prune(data, how, seed=run.plan.seed) if how else None
         counts, _ = datasets.density(data, view=view)
         result[how or "all"] = {"density": counts} | averages(subject.measure(model))
