@@ -56,7 +56,7 @@ from me_ls import goals
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How a model is trained. The defaults are the paper's (table 2) wherever it names a value."""
+    """How a model is trained. The defaults are the paper's (table 4) wherever it names a value."""
 
     model: str = "qdt"
     # Trajectories per optimiser step.
