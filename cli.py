@@ -40,15 +40,9 @@ from machinery import demand, estimate, machine, plots, pretrained, runs, viewer
 from machinery.demand import Cast, Setting
 from machinery.driver import Stopped, drive, tell, time_text
 from machinery.files import UserError, read_json, save_arrays, write_json
+from machinery.gather import Found, accuracies, gather, with_results
 from machinery.plans import STAGES, Asked, Changes, Plan, Planner, changes_of, plain
-from machinery.report import (
-    Found,
-    accuracies,
-    gather,
-    reachable_goals,
-    with_results,
-    write_report,
-)
+from machinery.report import write_report
 from machinery.runs import find_runs, open_stage, read_stage_config, variant
 from machinery.streams import stream
 from machinery.viewer import Accuracy, Playback
@@ -313,13 +307,20 @@ def do_evaluate(run: Run, experiment: str) -> dict[str, Any]:
 
 
 def generalize(run: Run) -> dict[str, Any]:
-    """Section 5.3: models of pruned datasets, trained here where they are missing."""
+    """Section 5.3: models of pruned datasets, trained here where they are missing.
+
+    All of them learn for as many steps as the model of the whole dataset: less is shown, not learned.
+    """
     data, subject, result = run.dataset(), run.subject(), {}
+    whole = Training(run.task, run.plan.train, data, run.plan.seed)
+    as_long = {"train": {"steps_per_epoch": str(whole.steps_per_epoch)}}
     for how in (None, *datasets.PRUNINGS):
-        model = do_train(run, {}, name=how, prune=how)
+        model = do_train(run, as_long if how else {}, name=how, prune=how)
         view = datasets.prune(data, how, seed=run.plan.seed) if how else None
         counts, _ = datasets.density(data, view=view)
-        result[how or "all"] = {"density": counts} | averages(subject.measure(model))
+        removed = datasets.empty_boxes(data, how or "nothing")
+        shown = {"density": counts, "removed": removed, "steps": whole.total}
+        result[how or "all"] = shown | averages(subject.measure(model))
     return result
 
 
@@ -336,9 +337,16 @@ def found_runs(directories: Sequence[Path]) -> dict[str, list[Found]]:
     for place in places.values():
         run = open_run(place)
         rule = RULES[run.plan.search.algo]
-        about = Found(place, plain(run.plan), run.task, rule.title, rule.colour, titles)
+        theirs = paper_plan(run.plan)
+        about = Found(place, plain(run.plan), run.task, rule.title, rule.colour, titles, theirs)
         found.append(with_results(about))
     return gather(found, [rule.title for rule in RULES.values()])
+
+
+def paper_plan(plan: Plan) -> dict[str, Any]:
+    """A plan of the same task, algorithm and model, with the paper's settings: the defaults."""
+    named = {"task": plan.task.task}, {"algo": plan.search.algo}, {}, {"model": plan.train.model}
+    return plain(PLANS.make(dict(zip(STAGES, named, strict=True))))
 
 
 # --- commands ---------------------------------------------------------------------------------------
@@ -415,12 +423,13 @@ def run_all(plans: list[Plan], out: Path) -> None:
 
 def print_accuracies(found: dict[str, list[Found]]) -> None:
     for of_task in found.values():
-        mask = reachable_goals(of_task)
-        tell(f"\n{'method':<24}{'distance':>10}{'reachable goals':>18}{'spread':>10}")
-        for method, (result, *_) in accuracies(of_task).items():
-            inside = np.nanmean(np.array(result["distance"])[mask])
-            distance, spread = result["mean_distance"], result["mean_spread"]
-            tell(f"{method:<24}{distance:>10.4f}{inside:>18.4f}{spread:>10.4f}")
+        good = of_task[0].task.good_distance
+        tell(f"\n{'method':<38}{'distance':>10}{'goals reached':>15}{'spread':>10}")
+        for method, results in accuracies(of_task).items():
+            for result in results.values():
+                near = np.mean(np.array(result["distance"], float) <= good)
+                distance, spread = result["mean_distance"], result["mean_spread"]
+                tell(f"{method:<38}{distance:>10.4f}{near:>15.0%}{spread:>10.4f}")
 
 
 @app.command(cls=RegistryCommand)
@@ -550,8 +559,8 @@ def evaluate(
     experiment: Annotated[
         Experiment,
         typer.Argument(
-            help="accuracy: table 1, figures 5 and 9; reproducibility: figures 2, 7 and 8; reassess: "
-            "table 2; generalize: figures 6 and 12; calibrate: ours."
+            help="accuracy: table 1, figures 6 and 12; reproducibility: figures 3, 8 and 9; reassess: "
+            "table 5; generalize: figures 7 and 13; calibrate: ours."
         ),
     ],
     runs: RunsArgument,

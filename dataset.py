@@ -536,7 +536,7 @@ class BatchReader:
 
 
 def prune(dataset: Dataset, how: str, seed: int) -> View:
-    """What one of the paper's prunings leaves of a dataset (section 5.3, figures 6 and 12).
+    """What one of the paper's prunings leaves of a dataset (section 5.3, figures 7 and 13).
 
     density-50, -30, -10: this share of the trajectories, drawn at random: thinner, empty nowhere; with
     one seed the smaller is a part of the larger. tiles: every other tile of a chequerboard over the
@@ -547,18 +547,32 @@ def prune(dataset: Dataset, how: str, seed: int) -> View:
         raise UserError(f"unknown pruning {how!r}; there are {', '.join(PRUNINGS)}.")
     low, high = np.array(dataset.meta.low), np.array(dataset.meta.high)
     where = (dataset.descriptor - low) / (high - low)
-    if how == "tiles":
-        tile = np.minimum(np.floor(where * TILES), TILES - 1)
-        view = np.flatnonzero(tile.sum(axis=1) % 2 == 0)
-    elif how == "upper":
-        view = np.flatnonzero(where[:, -1] <= 0.5)
-    else:
+    if how.startswith("density-"):
         share = int(how.removeprefix("density-")) / 100
         shuffled = generator(seed, "density").permutation(len(dataset))
         view = np.sort(shuffled[: round(share * len(dataset))])
+    else:
+        view = np.flatnonzero(~left_empty(how, where))
     if len(view) == 0:
         raise UserError(f"pruning {how} leaves no trajectories.")
     return view
+
+
+def left_empty(how: str, where: Float[np.ndarray, "*n d"]) -> Bool[np.ndarray, "*n"]:
+    """Which places a pruning empties; a place is given in shares of the space's width."""
+    if how == "tiles":
+        tile = np.minimum(np.floor(where * TILES), TILES - 1)
+        return tile.sum(axis=-1) % 2 == 1
+    return (where[..., -1] > 0.5) & (how == "upper")
+
+
+def empty_boxes(dataset: Dataset, how: str, bins: int = 50) -> Bool[np.ndarray, "..."]:
+    """The boxes of `density` that a pruning empties, where the space has as many dimensions as they."""
+    size = len(dataset.meta.low)
+    if size > 2:
+        return np.zeros((bins, bins), bool)
+    middles = (np.arange(bins) + 0.5) / bins
+    return left_empty(how, np.stack(np.meshgrid(*[middles] * size, indexing="ij"), axis=-1))
 
 
 def density(

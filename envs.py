@@ -71,6 +71,7 @@ class Task(eqx.Module):
     worst_reward: eqx.AbstractVar[float]  # of one step, at least: the offset of the QD score
     axes: eqx.AbstractVar[tuple[str, ...]]  # what each number of a descriptor says
     unit: ClassVar[str]  # of a distance between descriptors
+    good: ClassVar[float] = 1 / 15  # of the space's width: a distance that the paper calls good
     is_place: ClassVar[bool] = False  # whether a descriptor is where the robot is on the ground
     in_lanes: ClassVar[bool] = False  # whether its physics goes through `machinery/lanes.py`
     zones: ClassVar[int] = 100  # of the dataset, and goals of the evaluations, as in the paper
@@ -96,6 +97,11 @@ class Task(eqx.Module):
     @property
     def descriptor_size(self) -> int:
         return len(self.low)
+
+    @property
+    def good_distance(self) -> float:
+        """Up to which a goal counts as reached: 2 of 30 m on Ant-Omni, 0.1 on Halfcheetah-Uni."""
+        return self.good * (self.high[0] - self.low[0])
 
 
 # --- the analytic task ----------------------------------------------------------------------------
@@ -280,6 +286,7 @@ class UniTask(BraxTask):
     feet: ClassVar[tuple[int, ...]]  # links, as they are numbered in `env.sys.link_names`
     slowest: ClassVar[float]  # m/s, about the fastest that the robot falls backwards
     unit: ClassVar[str] = "share of steps"
+    good: ClassVar[float] = 0.1
     zones: ClassVar[int] = 50
 
     def bounds(self, config: TaskConfig) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -36,7 +36,7 @@ from machinery.streams import stream
 
 @dataclass(frozen=True)
 class SearchConfig:
-    """The paper's values (table 3); what the paper leaves open is marked."""
+    """The paper's values (table 2); what the paper leaves open is marked."""
 
     algo: str = "me-ls"
     steps: int = 500_000_000  # budget of environment steps; open: "hundreds of millions"

@@ -4,11 +4,12 @@ Section 4.2 and algorithm 5 of the paper. A trajectory is read as the tokens
 (BD, O_0, A_0, BD, O_1, A_1, ...) by a causal Transformer (GPT-2), which predicts A_t from the token
 of O_t. What makes attention and its cache fast is in `machinery/attention.py`.
 
-A model that can be asked for a behaviour is a `ConditionedPolicy`; the QDT is one, and `MODELS` lists them.
-Training, evaluation, report and `qdt act` know nothing else about a model.
+A model that can be asked for a behaviour is a `ConditionedPolicy`; the QDT is one, an MLP to compare it
+with is another, and `MODELS` lists them. Training, evaluation, report and `qdt act` know nothing else
+about a model.
 
 Reads in this order: the model, written for one trajectory; decoding with a cache of keys and values;
-conditioned policies; training, from a dataset to the best epoch (section 5.1).
+the MLP; training, from a dataset to the best epoch (section 5.1).
 """
 
 import math
@@ -38,7 +39,13 @@ from machinery.attention import (
     empty_blocks,
     tokens_in,
 )
-from machinery.config import find, make_config, require_at_least, require_choices
+from machinery.config import (
+    find,
+    make_config,
+    require_at_least,
+    require_choices,
+    require_layers,
+)
 from machinery.files import UserError, load_arrays
 from machinery.gradients import loss_and_gradient
 from machinery.muon import scale_by_muon
@@ -49,7 +56,7 @@ from me_ls import goals
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How a model is trained. The defaults are the paper's (table 2) wherever it names a value."""
+    """How a model is trained. The defaults are the paper's (table 4) wherever it names a value."""
 
     model: str = "qdt"
     # Trajectories per optimiser step.
@@ -62,6 +69,9 @@ class TrainConfig:
     # Passes over the dataset, and after how many of them the model is asked for its goals.
     epochs: int = 100
     evaluate_every: int = 5
+    # Optimiser steps that count as an epoch, where it shall not be one pass: models of a large and of
+    # a small dataset then learn equally long. Ours.
+    steps_per_epoch: int | None = None
     goal_episodes: int = 10
     # Steps in which the rate grows to its value, and whether it falls to zero on a half cosine. Ours.
     warmup_steps: int = 0
@@ -72,6 +82,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         require_choices(self)
         require_at_least(1, self, "batch_size", "epochs", "evaluate_every", "goal_episodes")
+        require_at_least(1, self, "steps_per_epoch")
         require_at_least(0, self, "warmup_steps", "weight_decay")
         if not 0 <= self.held_out < 1:
             raise UserError(f"held_out must lie in [0, 1), it is {self.held_out}.")
@@ -128,6 +139,20 @@ class QDTConfig(TrainConfig):
         return 2 if self.conditioning == "start" else 3
 
 
+@dataclass(frozen=True)
+class MLPConfig(TrainConfig):
+    """A network without memory, to see what the Transformer is worth."""
+
+    # Layers between observation and target on one side and the action on the other.
+    hidden: tuple[int, ...] = (512, 512, 512)
+    # As for the QDT.
+    normalise: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_layers(self, "hidden")
+
+
 # --- conditioned policies -------------------------------------------------------------------------
 
 
@@ -171,6 +196,11 @@ class Statistics(eqx.Module):
     def of(sample: Trajectory, action_noise: float) -> "Statistics":
         scales = Scale.of(sample.descriptor), Scale.of(sample.observations)
         return Statistics(*scales, jnp.array(action_noise, jnp.float32))
+
+    def without_scales(self) -> "Statistics":
+        """For a model that reads its inputs as they are: the noise alone."""
+        scales = Scale.none(self.descriptor.mean.size), Scale.none(self.observation.mean.size)
+        return Statistics(*scales, self.action_noise)
 
 
 class ConditionedPolicy(eqx.Module):
@@ -351,12 +381,8 @@ class QDT(ConditionedPolicy):
         self.layers = tuple(Layer(config, key=key) for key in layer_keys)
         self.norm = LayerNorm(width)
         self.head = Linear(width, sizes.action, key=keys[5])
-        known, raw = statistics or Statistics.none(sizes), Statistics.none(sizes)
-        self.statistics = (
-            known
-            if config.normalise
-            else eqx.tree_at(lambda s: s.action_noise, raw, known.action_noise)
-        )
+        known = statistics or Statistics.none(sizes)
+        self.statistics = known if config.normalise else known.without_scales()
         self.config = config
 
     def __call__(
@@ -538,6 +564,75 @@ class Conditioned(eqx.Module):
         return act(self.model, memory, self.target, state.observation, state.descriptor)
 
 
+# --- without a memory -----------------------------------------------------------------------------
+
+
+class ConditionedMLP(ConditionedPolicy):
+    """Behaviour cloning: what to do follows from the observation and the target alone."""
+
+    layers: tuple[Linear, ...]
+    statistics: Statistics
+
+    def __init__(
+        self,
+        config: MLPConfig,
+        sizes: Sizes,
+        statistics: Statistics | None = None,
+        *,
+        key: Key[Array, ""],
+    ):
+        widths = (sizes.observation + sizes.descriptor, *config.hidden, sizes.action)
+        keys = jax.random.split(key, len(widths) - 1)
+        self.layers = tuple(
+            Linear(i, o, scale=math.sqrt(2 / i), key=k)  # He's, for layers that end in a ReLU
+            for i, o, k in zip(widths, widths[1:], keys, strict=False)
+        )
+        known = statistics or Statistics.none(sizes)
+        self.statistics = known if config.normalise else known.without_scales()
+
+    def __call__(
+        self,
+        descriptor: Float[Array, " descriptor"],
+        observations: Float[Array, "*time observation"],
+    ) -> Float[Array, "*time action"]:
+        """The action for each observation."""
+        seen = self.statistics.observation(observations)
+        goal = self.statistics.descriptor(descriptor)
+        goals = jnp.broadcast_to(goal, (*seen.shape[:-1], goal.size))
+        x = jnp.concatenate([seen, goals], axis=-1)
+        for layer in self.layers[:-1]:
+            x = jax.nn.relu(layer(x))
+        return self.layers[-1](x)
+
+    def error(
+        self, trajectory: Trajectory, *, key: Key[Array, ""] | None = None
+    ) -> Float[Array, ""]:
+        predicted = self(trajectory.descriptor, trajectory.observations)
+        return jnp.mean((predicted - trajectory.actions) ** 2)
+
+    def policy(self, target: Float[Array, " descriptor"]) -> "Aimed":
+        return Aimed(self, target)
+
+    def moves_by_muon(self) -> PyTree[bool]:
+        """As in the QDT, the first and the last layer stay with Adam."""
+        none = jax.tree.map(lambda _: False, self)
+        between = lambda model: [layer.weight for layer in model.layers[1:-1]]  # noqa: E731
+        return eqx.tree_at(between, none, replace_fn=lambda _: True)
+
+
+class Aimed(eqx.Module):
+    """The MLP with a target: a policy for the engine that remembers nothing."""
+
+    model: ConditionedMLP
+    target: Float[Array, " descriptor"]
+
+    def start(self) -> tuple[()]:
+        return ()
+
+    def act(self, memory: tuple[()], state: State) -> tuple[Float[Array, " action"], tuple[()]]:
+        return self.model(self.target, state.observation).clip(-1, 1), memory
+
+
 # --- all models -----------------------------------------------------------------------------------
 
 
@@ -550,7 +645,10 @@ class Model:
     make: Callable[..., ConditionedPolicy]  # of config, sizes and statistics, and a key
 
 
-MODELS: dict[str, Model] = {"qdt": Model("QDT", QDTConfig, QDT)}
+MODELS: dict[str, Model] = {
+    "qdt": Model("QDT", QDTConfig, QDT),
+    "mlp": Model("MLP", MLPConfig, ConditionedMLP),
+}
 
 
 def find_model(name: str) -> Model:
@@ -676,7 +774,8 @@ class Training:
     """The training loop of algorithm 5 as a value to `init` and `step`, or to hand to `drive`.
 
     Every few epochs the model is asked for goals that cover the descriptor space (section 5.1), and the
-    best epoch is kept. Step i reads batch i, which depends on the seed alone.
+    best epoch is kept. Step i reads batch i, which depends on the seed alone. An epoch is one pass over the
+    dataset, or as many steps as the config says.
     """
 
     task: Task
@@ -697,7 +796,7 @@ class Training:
                 "this model reads what was achieved before each step, which the dataset does not "
                 "hold: --set dataset.achieved=true."
             )
-        if self.total == 0:
+        if len(self.learned) < self.config.batch_size:
             raise UserError(
                 f"{len(self.learned)} trajectories do not fill a batch of {self.config.batch_size}."
             )
@@ -722,7 +821,7 @@ class Training:
 
     @property
     def steps_per_epoch(self) -> int:
-        return len(self.learned) // self.config.batch_size
+        return self.config.steps_per_epoch or len(self.learned) // self.config.batch_size
 
     @property
     def total(self) -> int:

@@ -25,6 +25,7 @@ STREAMS = {
     "reproducibility": 11,
     "calibration": 12,
     "act": 13,
+    "second-look": 14,  # episodes after which a repertoire's policy is chosen for each goal
 }
 # Orders of trajectories on disk are drawn by NumPy.
 ORDERS = {"order": 0, "held-out": 1, "density": 2, "statistics": 3}

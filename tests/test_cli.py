@@ -511,7 +511,10 @@ def test_generalization_trains_a_model_like_the_runs_own_on_each_pruned_dataset(
     assert set(result) == {"all", *dataset.PRUNINGS}
     assert np.sum(result["density-10"]["density"]) < 0.2 * np.sum(result["all"]["density"])
     trained = [runs.read_stage_config(directory / name) for name in ("qdt", "qdt-tiles")]
-    assert trained[0]["train"] == trained[1]["train"]
+    # Less is shown, not learned: as many optimiser steps, however small the dataset.
+    assert trained[0]["train"] | {"steps_per_epoch": 384 // 16} == trained[1]["train"]
+    steps = [runs.read_metrics(directory / name / "metrics.jsonl") for name in ("qdt", "qdt-tiles")]
+    assert steps[0][-1]["trajectories"] == steps[1][-1]["trajectories"]
     assert [of["prune"] for of in trained] == [None, "tiles"]
     assert command("report", directory, "--out", tmp_path / "report") == 0
     assert (tmp_path / "report" / "generalization-me-ls-point-omni.png").exists()

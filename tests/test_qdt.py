@@ -485,9 +485,78 @@ def test_an_epoch_ends_with_its_metrics_and_the_best_one_is_kept(noisy_data):
     assert float(state.loss_sum) == 0
 
 
+def test_a_part_of_the_dataset_can_be_learned_from_as_long_as_the_whole(noisy_data):
+    """As many steps, evaluations and epochs, over a tenth of the trajectories again and again."""
+    tenth, config = np.arange(12), replace(SHORT, batch_size=8, held_out=0.0, steps_per_epoch=5)
+    training = qdt.Training(TASK, config, noisy_data, 0, tenth)
+    assert (training.steps_per_epoch, training.total) == (5, 10)
+    shown = [training.batches(i).descriptor for i in range(training.total)]
+    assert all(np.isin(batch, noisy_data.descriptor[tenth]).all() for batch in shown)
+    _, rows = train(training)
+    assert [row["epoch"] for row in rows if "distance" in row] == [1, 2]
+    with pytest.raises(UserError, match="12 trajectories do not fill a batch of 32"):
+        qdt.Training(TASK, replace(config, batch_size=32), noisy_data, 0, tenth)
+
+
 def replace_best(state):
     """A state whose model is the best one."""
     return eqx.tree_at(lambda s: s.model, state, state.best.model)
+
+
+MLP = qdt.MLPConfig(
+    model="mlp", hidden=(32, 32), normalise=True, optimiser="muon", learning_rate=3e-3,
+    batch_size=16, epochs=30, evaluate_every=15, goal_episodes=4,
+)  # fmt: skip
+
+
+def test_an_mlp_learns_from_the_same_batches_and_goes_where_it_is_told(data):
+    training = qdt.Training(TASK, MLP, data, 0)
+    batch = training.batches(0)
+    assert (batch.actions == qdt.Training(TASK, TRAIN, data, 0).batches(0).actions).all()
+    state, rows = train(training)
+    epochs = [row for row in rows if row]
+    assert epochs[-1]["loss"] < 0.5 * epochs[0]["loss"]
+    assert distance(qdt.best_model(state), me_ls.goals(TASK)) < 0.10 * WIDTH
+
+
+def test_an_mlp_remembers_nothing_and_normalises_as_the_qdt_does():
+    random = np.random.default_rng(0)
+    draw = lambda *shape: jnp.array(random.normal(size=shape), jnp.float32)  # noqa: E731
+    scales = qdt.Scale(draw(2), jnp.abs(draw(2)) + 1), qdt.Scale(draw(5), jnp.abs(draw(5)) + 1)
+    known = qdt.Statistics(*scales, jnp.array(0.1))
+    model = qdt.ConditionedMLP(MLP, SIZES, known, key=jax.random.key(0))
+    raw = qdt.ConditionedMLP(replace(MLP, normalise=False), SIZES, known, key=jax.random.key(0))
+    target, seen = draw(2), draw(20, 5)
+    together = model(target, seen)
+    np.testing.assert_allclose(together[7], model(target, seen[7]), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(together, raw(scales[0](target), scales[1](seen)), rtol=1e-5)
+    assert float(raw.statistics.action_noise) == pytest.approx(0.1)
+    assert jnp.abs(together - model(target + 1, seen)).max() > 0.01
+
+
+def test_an_mlp_stopped_and_resumed_is_the_one_that_was_not(noisy_data, tmp_path):
+    config = replace(MLP, epochs=2, evaluate_every=1)
+    training = qdt.Training(TASK, config, noisy_data, 0)
+
+    def steps_of(total, directory):
+        return drive(
+            training,
+            Stage(tmp_path / directory, {}),
+            init=stream(0, "model"),
+            steps=stream(0, "training"),
+            total=total,
+            title="mlp",
+            work=("trajectories", config.batch_size),
+            show=qdt.SHOWN,
+        )
+
+    steps_of(3, "twice")
+    for a, b in zip(
+        jax.tree.leaves(steps_of(training.total, "twice")),
+        jax.tree.leaves(steps_of(training.total, "once")),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_a_model_carries_the_noise_and_the_scales_of_its_dataset(noisy_data, data):
@@ -536,8 +605,8 @@ def test_a_loss_that_is_not_a_number_and_a_model_that_never_played_are_refused(n
 
 
 def test_an_unknown_model_is_named():
-    with pytest.raises(UserError, match="unknown model 'mlp'; there are qdt"):
-        qdt.make_model(TASK, replace(TRAIN, model="mlp"), key=jax.random.key(0))
+    with pytest.raises(UserError, match="unknown model 'gpt'; there are qdt, mlp"):
+        qdt.make_model(TASK, replace(TRAIN, model="gpt"), key=jax.random.key(0))
 
 
 def test_the_micro_batch_of_a_cpu_fits_in_its_cache(monkeypatch):

@@ -171,7 +171,7 @@ def test_generalization_counts_the_trajectories_of_each_dataset():
 
 
 def test_qdts_of_pruned_datasets_stay_out_of_the_comparison_of_methods():
-    """They belong to the generalization experiment; QDT(Naive) is one of the methods of figure 4."""
+    """They belong to the generalization experiment; QDT(Naive) is one of the methods of figure 5."""
     names = ["qdt", "qdt-naive", "qdt-tiles", "qdt-naive-density-50"]
     run = found("me-ls", 0, accuracy={"repertoire": {}} | {name: {} for name in names})
     run = replace(run, training={name: [{"epoch": 1, "distance": 0.5}] for name in names})

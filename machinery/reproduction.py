@@ -1,0 +1,219 @@
+"""The reproduction: what has to be made for all tables and figures, in which order, and what is left of it.
+
+`reproduction.toml` says what there is: searches, variants of datasets and models, experiments, and which of
+them each table or figure needs. From it and from seeds `plan_jobs` makes a list of jobs, as data; who does
+a job and who knows whether it is done is handed in. Reads in this order: the file, jobs, doing them.
+"""
+
+import functools
+import re
+import time
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from machinery.driver import tell, time_text
+from machinery.files import UserError, read_json, write_json
+
+OWN = "own"  # a run's own model, whatever its kind
+
+
+# --- what there is ------------------------------------------------------------------------------------
+
+
+class Recipe(NamedTuple):
+    """How a model beside a run's own is made: the fields in which its training differs."""
+
+    searches: tuple[str, ...]
+    dataset: str | None
+    train: dict[str, Any]
+
+
+class Row(NamedTuple):
+    """Of a table of variants: a model, what was changed, and what it is compared with."""
+
+    model: str
+    about: str
+    against: str | None = None
+
+
+class Variants(NamedTuple):
+    title: str
+    rows: tuple[Row, ...]
+
+
+class Part(NamedTuple):
+    """What a table or a figure needs, beside the searches."""
+
+    experiments: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    searches: tuple[str, ...] | None = None  # None: all
+
+
+@functools.cache
+def content() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("reproduction.toml").read_text())
+
+
+def datasets() -> dict[str, dict[str, Any]]:
+    """By name: the fields in which a dataset beside a run's own differs."""
+    return content()["datasets"]
+
+
+@functools.cache
+def recipes() -> dict[str, Recipe]:
+    """By directory. A recipe that is `like` another one begins with all that the other says."""
+    found: dict[str, Recipe] = {}
+    for name, fields in content()["models"].items():
+        base = found[fields["like"]] if "like" in fields else Recipe((), None, {})
+        found[name] = Recipe(
+            tuple(fields.get("searches", base.searches)),
+            fields.get("dataset", base.dataset),
+            base.train | fields.get("train", {}),
+        )
+    return found
+
+
+def tables() -> dict[str, Variants]:
+    """Of variants, each compared with what it differs from in one thing."""
+    return {
+        name: Variants(table["title"], tuple(Row(**row) for row in table["rows"]))
+        for name, table in content()["tables"].items()
+    }
+
+
+def parts() -> dict[str, Part]:
+    """By the name that `--only` takes."""
+    named = {
+        name: Part(**{field: tuple(names) for field, names in part.items()})
+        for name, part in content()["parts"].items()
+    }
+    ours = {}
+    for name, table in tables().items():
+        models = tuple(row.model for row in table.rows)
+        searches = [algo for model in models if model != OWN for algo in recipes()[model].searches]
+        ours[name] = Part(("accuracy",), models, tuple(dict.fromkeys(searches)))
+    return named | ours
+
+
+def own_seeds(preset: str) -> list[int]:
+    return parse_seeds(content()["seeds"].get(preset, "0"))
+
+
+def parse_seeds(text: str) -> list[int]:
+    """`0-4`, `3` or `0,2,5-7`."""
+    seeds: list[int] = []
+    for piece in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,9})(?:-(\d{1,9}))?\s*", piece)
+        if not match or int(match[2] or match[1]) < int(match[1]):
+            raise UserError(f"seeds are numbers such as 0-4 or 0,2,5, not {text!r}.")
+        seeds += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return list(dict.fromkeys(seeds))
+
+
+# --- jobs ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """One stage of one run, as data. `what` is a dataset's name, a model's directory or an experiment."""
+
+    stage: str  # search, dataset, train, evaluate or report
+    algo: str = ""
+    seed: int = 0
+    what: str = ""
+    needs: tuple["Job", ...] = ()
+
+    @property
+    def title(self) -> str:
+        if self.stage == "report":
+            return "report"
+        return f"seed {self.seed}, {self.kind}"
+
+    @property
+    def kind(self) -> str:
+        """Jobs of one kind differ in their seed, and take about equally long."""
+        return " ".join(part for part in (self.algo, self.stage, self.what) if part)
+
+
+def plan_jobs(
+    seeds: Sequence[int], only: Iterable[str] = (), searches: Iterable[str] = ()
+) -> list[Job]:
+    """All that the parts need, everything after what it needs; the report comes last.
+
+    `searches`: these alone, where not all of them are wanted.
+    """
+    for names, known in ((only, parts()), (searches, content()["searches"])):
+        if unknown := [name for name in names if name not in known]:
+            raise UserError(f"there is no {unknown[0]!r}; there are {', '.join(known)}.")
+    chosen = [parts()[name] for name in only] or list(parts().values())
+    algos = [algo for algo in content()["searches"] if algo in (list(searches) or [algo])]
+    jobs = [job for seed in seeds for job in _jobs_of_seed(seed, chosen, algos)]
+    return [*jobs, Job("report", needs=tuple(jobs))]
+
+
+def _jobs_of_seed(seed: int, chosen: Sequence[Part], algos: Sequence[str]) -> list[Job]:
+    """First all searches, then all datasets, all models, all experiments."""
+    stages: dict[str, list[Job]] = {"search": [], "dataset": [], "train": [], "evaluate": []}
+    for algo in algos:
+        wanted = [part for part in chosen if part.searches is None or algo in part.searches]
+        if not wanted:
+            continue
+        search = Job("search", algo, seed)
+        stages["search"].append(search)
+        models = {model for part in wanted for model in part.models}
+        trained: list[Job] = []
+        if models and algo in content()["taught"]:
+            made = {n: r for n, r in recipes().items() if n in models and algo in r.searches}
+            names = dict.fromkeys([None, *(recipe.dataset for recipe in made.values())])
+            data = {name: Job("dataset", algo, seed, name or "", (search,)) for name in names}
+            own = Job("train", algo, seed, OWN, (data[None],))
+            # A run's own model comes first: it settles what the run's plan says about models.
+            others = [Job("train", algo, seed, n, (data[r.dataset], own)) for n, r in made.items()]
+            trained = [own, *others]
+            stages["dataset"] += data.values()
+            stages["train"] += trained
+        experiments = {experiment for part in wanted for experiment in part.experiments}
+        stages["evaluate"] += [
+            Job("evaluate", algo, seed, experiment, (search, *trained))
+            for experiment, whose in content()["experiments"].items()
+            if experiment in experiments and algo in whose
+        ]
+    return [job for of_stage in stages.values() for job in of_stage]
+
+
+# --- doing them ---------------------------------------------------------------------------------------
+
+
+def do_jobs(
+    jobs: Sequence[Job],
+    is_done: Callable[[Job], bool],
+    do: Callable[[Job], None],
+    times: Path,
+) -> None:
+    """Does what is not done, in order, and says what is done, what is running, what is left and how long.
+
+    How long jobs of each kind took is kept in `times`: the time left is what those of the same kind took.
+    """
+    known: dict[str, float] = read_json(times) if times.exists() else {}
+    left = [job for job in jobs if not is_done(job)]
+    tell(f"{len(jobs) - len(left)} of {len(jobs)} jobs are done.")
+    for i, job in enumerate(left):
+        number = len(jobs) - len(left) + i + 1
+        tell(f"\n[{number}/{len(jobs)}] {job.title}; {time_left(left[i:], known)} left")
+        began = time.monotonic()
+        do(job)
+        known[job.kind] = round(time.monotonic() - began, 1)
+        write_json(times, known)
+
+
+def time_left(jobs: Sequence[Job], known: Mapping[str, float]) -> str:
+    """By what jobs of the same kind took; those of a kind that was never timed are counted."""
+    seconds = sum(known.get(job.kind, 0.0) for job in jobs)
+    untimed = sum(job.kind not in known for job in jobs)
+    counted = f"{untimed} job{'s' * (untimed > 1)}"
+    if untimed == len(jobs):
+        return counted
+    return f"about {time_text(seconds)}" + (f" and {counted} not timed yet" if untimed else "")

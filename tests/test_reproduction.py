@@ -1,0 +1,165 @@
+"""What is made for the tables and figures: the table of variants, and the list of jobs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cli
+import pgame_ls  # noqa: F401 - registers its rules
+from evaluate import EXPERIMENTS
+from machinery import reproduction
+from machinery.config import presets
+from machinery.files import UserError
+from machinery.reproduction import Job, do_jobs, parse_seeds, plan_jobs, recipes, time_left
+from me_ls import RULES
+
+
+def text(fields: dict[str, Any]) -> dict[str, str]:
+    return {name: str(value) for name, value in fields.items()}
+
+
+def settings(preset: str, model: str, algo: str = "me-ls") -> dict[str, Any]:
+    """All that a model of the reproduction is made with: of its dataset and of its training."""
+    recipe = recipes().get(model, reproduction.Recipe((algo,), None, {}))
+    changes = {
+        "dataset": reproduction.datasets().get(recipe.dataset or "", {}),
+        "train": recipe.train,
+    }
+    plan = cli.asked_plan(preset, None, None, algo, 0, {n: text(f) for n, f in changes.items()})
+    return {
+        f"{stage}.{name}": value
+        for stage in ("dataset", "train")
+        for name, value in vars(getattr(plan, stage)).items()
+    }
+
+
+@pytest.mark.parametrize("preset", presets())
+def test_every_variant_is_a_plan_of_every_preset(preset: str) -> None:
+    for model, recipe in recipes().items():
+        for algo in recipe.searches:
+            assert settings(preset, model, algo)["train.model"] == model.split("-")[0]
+
+
+ONE_CHANGE = [
+    {"train.tokens"},
+    {"train.optimiser", "train.learning_rate", "train.warmup_steps", "train.decay"},
+    {"train.dropout"},
+    {"train.normalise"},
+    {"dataset.typical"},
+    {"dataset.action_noise"},
+    {"dataset.naive"},
+    {"train.conditioning", "dataset.achieved"},
+]
+
+
+@pytest.mark.parametrize("table", reproduction.tables())
+def test_a_row_differs_in_one_thing_from_what_it_is_compared_with(table: str) -> None:
+    """In the preset that is reported: from the paper's recipe to its own without a gap."""
+    for row in reproduction.tables()[table].rows:
+        if row.against:
+            one, other = settings("laptop", row.model), settings("laptop", row.against)
+            changed = {name for name in one if one[name] != other[name]}
+            assert changed and any(changed <= change for change in ONE_CHANGE), (row, changed)
+
+
+def test_the_papers_recipe_is_the_papers() -> None:
+    """At the preset's width, batch and number of steps, everything else has the paper's value."""
+    ours, paper = settings("laptop", "qdt-paper"), settings("paper", "own")
+    sizes = {
+        "dataset.trajectories",
+        "train.layers",
+        "train.heads",
+        "train.width",
+        "train.batch_size",
+    }
+    sizes |= {"train.epochs", "train.evaluate_every", "train.held_out"}
+    assert {name for name in ours if ours[name] != paper[name]} == sizes
+
+
+def test_what_the_file_names_is_there() -> None:
+    content = reproduction.content()
+    assert set(content["searches"]) <= set(RULES)
+    assert set(content["experiments"]) == {*EXPERIMENTS, "generalize"}
+    for part in reproduction.parts().values():
+        assert set(part.experiments) <= set(content["experiments"])
+        assert set(part.models) <= {reproduction.OWN, *recipes()}
+
+
+# --- jobs -----------------------------------------------------------------------------------------
+
+
+def test_everything_comes_after_what_it_needs_and_the_report_last() -> None:
+    jobs = plan_jobs([0, 1])
+    for i, job in enumerate(jobs):
+        assert set(job.needs) <= set(jobs[:i])
+    assert jobs[-1].stage == "report" and len(set(jobs)) == len(jobs)
+    searches = [(job.seed, job.algo) for job in jobs if job.stage == "search"]
+    assert searches == [(s, a) for s in (0, 1) for a in reproduction.content()["searches"]]
+    # A seed is finished before the next one begins.
+    assert [job.seed for job in jobs[:-1]] == sorted(job.seed for job in jobs[:-1])
+
+
+def test_a_part_needs_no_more_than_it_shows() -> None:
+    kinds = [job.kind for job in plan_jobs([0], ["table-5"])]
+    assert {kind.split()[1] for kind in kinds[:-1]} == {"search", "evaluate"}
+    ladder = plan_jobs([3], ["ladder"])
+    assert {job.algo for job in ladder[:-1]} == {"me-ls"}
+    rows = {row.model for row in reproduction.tables()["ladder"].rows}
+    assert {job.what for job in ladder if job.stage == "train"} == rows
+    assert [job.what for job in ladder if job.stage == "dataset"] == ["", "plain", "quiet"]
+    assert {job.algo for job in plan_jobs([0], searches=["me"])[:-1]} == {"me"}
+    # The paper has no QDT(ME-Sampling).
+    assert not [j for j in plan_jobs([0]) if (j.algo, j.stage) == ("me-sampling", "train")]
+
+
+def test_accuracy_is_measured_once_all_models_are_there() -> None:
+    jobs = plan_jobs([0])
+    (accuracy,) = [j for j in jobs if j.kind == "me-ls evaluate accuracy"]
+    models = {j for j in jobs if (j.algo, j.stage) == ("me-ls", "train")}
+    assert models < set(accuracy.needs) and len(models) > 10
+
+
+@pytest.mark.parametrize(
+    ("only", "searches", "named"), [(["table-9"], [], "table-9"), ([], ["mee"], "mee")]
+)
+def test_an_unknown_part_or_search_is_named(only: list, searches: list, named: str) -> None:
+    with pytest.raises(UserError, match=f"there is no '{named}'; there are"):
+        plan_jobs([0], only, searches)
+
+
+def test_seeds_are_numbers_and_ranges() -> None:
+    assert parse_seeds("0-4") == [0, 1, 2, 3, 4]
+    assert parse_seeds("7") == [7]
+    assert parse_seeds("0, 2,5-6,2") == [0, 2, 5, 6]
+    for wrong in ("", "a", "4-0", "1-", "-1", "1.5"):
+        with pytest.raises(UserError, match="seeds are numbers"):
+            parse_seeds(wrong)
+
+
+def test_jobs_that_are_done_are_not_done_again_and_the_time_left_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = [Job("search", "me", seed) for seed in range(4)]
+    done, times = {jobs[0]}, tmp_path / "times.json"
+
+    def fail_at_two(job: Job) -> None:
+        if job.seed == 2:
+            raise UserError("enough")
+        done.add(job)
+
+    with pytest.raises(UserError):
+        do_jobs(jobs, done.__contains__, fail_at_two, times)
+    said = capsys.readouterr().out
+    assert "1 of 4 jobs are done" in said and "[2/4] seed 1, me search; 3 jobs left" in said
+    assert "[3/4] seed 2, me search; about 0:00 left" in said
+    do_jobs(jobs, done.__contains__, done.add, times)
+    assert done == set(jobs)
+    assert "2 of 4 jobs are done" in capsys.readouterr().out
+
+
+def test_the_time_left_is_what_jobs_of_the_same_kind_took() -> None:
+    jobs = [Job("search", "me", 0), Job("search", "me", 1), Job("search", "pgame", 1)]
+    assert time_left(jobs, {}) == "3 jobs"
+    assert time_left(jobs, {"me search": 60.0}) == "about 2:00 and 1 job not timed yet"
+    assert time_left(jobs, {"me search": 60.0, "pgame search": 5.0}) == "about 2:05"
