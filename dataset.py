@@ -169,6 +169,11 @@ class Trajectory(eqx.Module):
     # The descriptor before each step; only conditioning "to-go" reads it.
     achieved: Float[Array | np.ndarray, "*batch time descriptor"] | None = None
 
+    def beginning(self, steps: int) -> "Trajectory":
+        """Its first steps; the descriptor stays what the whole of it achieved."""
+        every = (self.observations, self.actions, self.achieved)
+        return Trajectory(self.descriptor, *(x if x is None else x[..., :steps, :] for x in every))
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -502,8 +507,16 @@ class BatchReader:
     number and on the arguments alone: a training that resumes goes on as if uninterrupted.
     """
 
-    def __init__(self, dataset: Dataset, batch_size: int, *, seed: int, view: View | None = None):
-        self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        *,
+        seed: int,
+        view: View | None = None,
+        stream: str = "order",  # where its orders are drawn
+    ):
+        self.dataset, self.batch_size, self.seed, self.stream = dataset, batch_size, seed, stream
         self.indices = dataset.everything if view is None else view
         if self.per_epoch < 1:
             raise UserError(
@@ -529,7 +542,7 @@ class BatchReader:
 
     @functools.lru_cache(maxsize=1)  # noqa: B019 - there is one reader per training
     def order(self, epoch: int) -> View:
-        return generator(self.seed, "order", epoch).permutation(self.indices)
+        return generator(self.seed, self.stream, epoch).permutation(self.indices)
 
 
 # --- pruning --------------------------------------------------------------------------------------

@@ -76,14 +76,18 @@ class TrainConfig:
     # Steps in which the rate grows to its value, and whether it falls to zero on a half cosine. Ours.
     warmup_steps: int = 0
     decay: bool = False
+    # Beside every batch, so many further trajectories of which only the first steps are learned. Ours: the
+    # first steps are the hardest to imitate and decide where a robot goes; all others repeat a gait.
+    beginnings: int = 0
+    beginning_steps: int = 50
     # Share of the trajectories that is only used to look at the loss on what was not learned. Ours.
     held_out: float = 0.0
 
     def __post_init__(self) -> None:
         require_choices(self)
         require_at_least(1, self, "batch_size", "epochs", "evaluate_every", "goal_episodes")
-        require_at_least(1, self, "steps_per_epoch")
-        require_at_least(0, self, "warmup_steps", "weight_decay")
+        require_at_least(1, self, "steps_per_epoch", "beginning_steps")
+        require_at_least(0, self, "warmup_steps", "weight_decay", "beginnings")
         if not 0 <= self.held_out < 1:
             raise UserError(f"held_out must lie in [0, 1), it is {self.held_out}.")
 
@@ -731,20 +735,32 @@ def train_step(
     moments: PyTree,
     batch: Trajectory,
     key: Key[Array, ""],
+    beginnings: Trajectory | None = None,
     *,
     config: TrainConfig,
     total: int,
     micro_batch: int = 1,
 ) -> tuple[ConditionedPolicy, PyTree, Float[Array, ""]]:
-    """One step of the optimiser on one batch; also returns the loss before it.
+    """One step of the optimiser on one batch, and on beginnings if there are any; also returns the
+    batch's loss before it.
 
     `micro_batch`: how many trajectories a device holds at once. Only memory and speed depend on it.
     """
-    # A key for each trajectory's number in the batch: its dropout is the same on any device.
-    keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(len(batch.actions)))
-    value, gradient = loss_and_gradient(
-        lambda model, part: errors(model, *part), model, (batch, keys), micro_batch
-    )
+
+    def learn(part: Trajectory, first: int) -> tuple[Float[Array, ""], ConditionedPolicy]:
+        # A key for each trajectory's number: its dropout is the same on any device.
+        numbers = first + jnp.arange(len(part.actions))
+        keys = jax.vmap(partial(jax.random.fold_in, key))(numbers)
+        # Short trajectories are held as many at once as make up whole ones.
+        at_once = micro_batch * max(1, batch.actions.shape[1] // part.actions.shape[1])
+        return loss_and_gradient(
+            lambda model, share: errors(model, *share), model, (part, keys), at_once
+        )
+
+    value, gradient = learn(batch, 0)
+    if beginnings is not None:
+        _, further = learn(beginnings, len(batch.actions))
+        gradient = jax.tree.map(jnp.add, gradient, further)
     updates, moments = optimiser(config, total).update(gradient, moments, model)
     return eqx.apply_updates(model, updates), moments, value
 
@@ -819,6 +835,17 @@ class Training:
     def batches(self) -> BatchReader:
         return BatchReader(self.data, self.config.batch_size, seed=self.seed, view=self.learned)
 
+    @cached_property
+    def beginnings(self) -> Callable[[int], Trajectory | None]:
+        """Of step i, in an order of their own."""
+        count, steps = self.config.beginnings, self.config.beginning_steps
+        if not count:
+            return lambda step: None
+        reader = BatchReader(
+            self.data, count, seed=self.seed, view=self.learned, stream="beginnings"
+        )
+        return lambda step: reader(step).beginning(steps)
+
     @property
     def steps_per_epoch(self) -> int:
         return self.config.steps_per_epoch or len(self.learned) // self.config.batch_size
@@ -846,6 +873,7 @@ class Training:
             state.moments,
             self.batches(int(state.step)),
             key,
+            self.beginnings(int(state.step)),
             config=self.config,
             total=self.total,
             micro_batch=machine.micro_batch(self.task.length),

@@ -28,7 +28,7 @@ STREAMS = {
     "second-look": 14,  # episodes after which a repertoire's policy is chosen for each goal
 }
 # Orders of trajectories on disk are drawn by NumPy.
-ORDERS = {"order": 0, "held-out": 1, "density": 2, "statistics": 3}
+ORDERS = {"order": 0, "held-out": 1, "density": 2, "statistics": 3, "beginnings": 4}
 
 
 def stream(seed: int, name: str) -> Key[Array, ""]:

@@ -485,6 +485,32 @@ def test_an_epoch_ends_with_its_metrics_and_the_best_one_is_kept(noisy_data):
     assert float(state.loss_sum) == 0
 
 
+def test_beginnings_are_learned_beside_whole_trajectories(noisy_data):
+    """One step moves by the gradient of the batch's loss plus that of the beginnings' loss."""
+    config = replace(SHORT, beginnings=6, beginning_steps=7, optimiser="adamw", decay=False)
+    training = qdt.Training(TASK, config, noisy_data, 0)
+    state = training.init(stream(0, "model"))
+    batch, short = training.batches(0), training.beginnings(0)
+    assert short.actions.shape == (6, 7, 2) and short.descriptor.shape == (6, 2)
+    rows = [np.flatnonzero((noisy_data.descriptor == d).all(axis=1))[0] for d in short.descriptor]
+    np.testing.assert_array_equal(
+        short.observations, noisy_data.batch(np.array(rows)).observations[:, :7]
+    )
+
+    def both(model):
+        return qdt.loss(model, batch) + qdt.loss(model, short)
+
+    updates, _ = qdt.optimiser(config, training.total).update(
+        jax.grad(both)(state.model), state.moments, state.model
+    )
+    after, _ = training.step(state, jax.random.key(0))
+    expected = eqx.apply_updates(state.model, updates)
+    for ours, theirs in zip(*map(jax.tree.leaves, (after.model, expected)), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-4)
+    without = qdt.Training(TASK, replace(config, beginnings=0), noisy_data, 0)
+    assert without.beginnings(0) is None
+
+
 def test_a_part_of_the_dataset_can_be_learned_from_as_long_as_the_whole(noisy_data):
     """As many steps, evaluations and epochs, over a tenth of the trajectories again and again."""
     tenth, config = np.arange(12), replace(SHORT, batch_size=8, held_out=0.0, steps_per_epoch=5)
