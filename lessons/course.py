@@ -1,23 +1,29 @@
 """What the lessons share: how they show things below a cell, and the small search they all begin with.
 
-In a notebook the last value of a cell is shown, as a picture, as code or as a page. Run as a plain script, a
-lesson shows nothing: pictures are drawn all the same, so that a mistake in one is found, and asserts hold.
+In a notebook the last value of a cell is shown, as a picture, as code or as a page. Run as a plain script,
+a lesson shows only what it prints; pictures are drawn all the same, so that a mistake in one is found.
 """
 
+import contextlib
 import html
 import inspect
 import io
 import textwrap
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 from matplotlib.figure import Figure
 
+from dataset import Dataset, DatasetConfig, View, build
 from envs import Task, TaskConfig, make_task
-from me_ls import Repertoire, SearchConfig, make_search
+from machinery.runs import Stage
+from me_ls import Repertoire, SearchConfig, SearchState, make_search
+from qdt import QDT, QDTConfig, Training
 
 # The point of all lessons: 30 steps of 0.1 s on a square of 3 m.
 POINT = TaskConfig("point-omni", length=30, reach=1.5)
@@ -109,15 +115,46 @@ def point() -> Task:
 
 
 def settings(algo: str, **others: Any) -> SearchConfig:
-    """A search of a few seconds: 64 cells, batches of 32 small policies, mutations larger than the paper's."""
+    """A search of a few seconds: 64 cells, batches of 32 small policies, larger mutations than the paper's."""
     small = {"cells": 64, "batch": 32, "episodes": 10, "hidden": (16,)}
     return SearchConfig(algo, **small | {"iso_sigma": 0.2, "line_sigma": 0.1} | others)
 
 
 def search(task: Task, algo: str, iterations: int, seed: int = 0) -> Repertoire:
-    """What a search has found after some iterations."""
+    """What a search has found after some iterations. All of them are one compiled loop."""
     elites = make_search(task, settings(algo))
-    state = elites.init(jax.random.key(seed))  # the same cells for every algorithm
-    for key in jax.random.split(jax.random.key(seed + 1), iterations):
-        state, _ = elites.step(state, key)
-    return state.repertoire
+
+    @eqx.filter_jit
+    def loop(state: SearchState, keys: Key[Array, " iterations"]) -> SearchState:
+        return jax.lax.scan(lambda state, key: (elites.step(state, key)[0], None), state, keys)[0]
+
+    start = elites.init(jax.random.key(seed))  # the same cells for every algorithm
+    return loop(start, jax.random.split(jax.random.key(seed + 1), iterations)).repertoire
+
+
+def demonstrations(task: Task, repertoire: Repertoire, directory: Path) -> Dataset:
+    """2,048 trajectories of the best policies of 32 zones, in a directory."""
+    config = DatasetConfig(trajectories=2048, zones=32, achieved=True)
+    with contextlib.redirect_stderr(io.StringIO()):  # without the progress line
+        return build(task, repertoire, config, seed=0, stage=Stage(directory, {}))
+
+
+# A Transformer of 27,000 weights, and four passes over the data, at a quick learner's settings.
+SMALL: dict[str, Any] = {
+    "layers": 2, "heads": 2, "width": 32, "dropout": 0.0, "normalise": True,
+    "batch_size": 16, "epochs": 4, "evaluate_every": 4,
+    "optimiser": "muon", "learning_rate": 0.002, "warmup_steps": 50, "decay": True,
+}  # fmt: skip
+
+
+def train(
+    task: Task, data: Dataset, view: View | None = None, **others: Any
+) -> tuple[QDT, list[float]]:
+    """A trained model and its loss in each epoch; `view`: on a part of the data."""
+    training = Training(task, QDTConfig(**SMALL | others), data, seed=0, view=view)
+    state, losses = training.init(jax.random.key(0)), []
+    for key in jax.random.split(jax.random.key(1), training.total):
+        state, metrics = training.step(state, key)
+        if metrics:
+            losses.append(metrics["loss"])
+    return state.model, losses
