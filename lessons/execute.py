@@ -30,7 +30,9 @@ def execute(script: Path) -> Path:
     nbformat.write(notebook, target)
     size = target.stat().st_size
     if size > LARGEST:
-        sys.exit(f"{target.name} has {size:,} bytes, more than {LARGEST:,}: make its pictures smaller.")
+        sys.exit(
+            f"{target.name} has {size:,} bytes, more than {LARGEST:,}: make its pictures smaller."
+        )
     return target
 
 

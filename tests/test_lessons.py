@@ -1,4 +1,4 @@
-"""The course: lessons run and their stories hold, notebooks are those of the scripts, exercises can be solved.
+"""The course: lessons run and their stories hold, notebooks are their scripts, exercises can be solved.
 
 What takes minutes is marked `lessons` and run by `make lessons`, which `.ci/run` calls.
 """
@@ -15,7 +15,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LESSONS = sorted((ROOT / "lessons").glob("[0-9]_*.py"))
 STUBS = sorted(
-    path.stem for path in (ROOT / "exercises").glob("*.py") if path.stem not in ("grade", "__init__")
+    path.stem
+    for path in (ROOT / "exercises").glob("*.py")
+    if path.stem not in ("grade", "__init__")
 )
 
 
@@ -73,7 +75,9 @@ def test_a_lesson_says_what_how_long_and_what_before_and_ends_with_questions(scr
     assert "# ## Questions" in text
     linked = re.findall(r"\]\((\w+)\.ipynb\)", text) + re.findall(r"`exercises/(\w+)\.py`", text)
     for name in linked:
-        assert any((ROOT / place / f"{name}.py").exists() for place in ("lessons", "exercises")), name
+        assert any((ROOT / place / f"{name}.py").exists() for place in ("lessons", "exercises")), (
+            name
+        )
 
 
 # --- exercises ------------------------------------------------------------------------------------
