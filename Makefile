@@ -1,8 +1,8 @@
 # Two commands do the main jobs: `make run` and `make test`. Both install what they need into .venv.
-PYTHON ?= python3.11
+PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test slow faults bench lint clean
+.PHONY: run test slow faults lessons notebooks jupyter grade bench lint clean
 
 run: .venv/installed
 	$(BIN)/qdt run --preset laptop --out runs/laptop
@@ -16,6 +16,21 @@ slow: .venv/installed
 faults: .venv/installed
 	$(BIN)/pytest -q -m faults
 
+# The course: all lessons and all solutions, with their asserts.
+lessons: .venv/installed
+	$(BIN)/pytest -q -m lessons
+
+# Executes the lessons again, as notebooks with pictures.
+notebooks: .venv/lessons
+	$(BIN)/python lessons/execute.py
+
+jupyter: .venv/lessons
+	$(BIN)/jupyter lab lessons
+
+# What is right, wrong or missing; EXERCISE="spread dispersion" for some of them.
+grade: .venv/installed
+	$(BIN)/python exercises/grade.py $(EXERCISE)
+
 bench: .venv/installed
 	$(BIN)/python benchmarks/rollout.py
 	$(BIN)/python benchmarks/qdt.py
@@ -26,9 +41,15 @@ lint: .venv/installed
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 .venv/installed: pyproject.toml requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "This needs Python 3.11 or newer: make PYTHON=/path/to/python3"; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --requirement requirements.txt
 	$(BIN)/pip install --quiet --no-deps --editable .
+	touch $@
+
+.venv/lessons: .venv/installed
+	$(BIN)/pip install --quiet --editable ".[lessons]"
 	touch $@
 
 clean:

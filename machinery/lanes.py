@@ -13,7 +13,7 @@ out. When its function is vmapped, every *number* of the state becomes one vecto
     there is a compiler (`machinery/native.py`); otherwise XLA fuses it into loops.
 
 The numbers are those of the function itself up to rounding. `spring_step` applies this to one step of
-brax's spring physics on a CPU; what it gains is in `docs/decisions.md`. Elsewhere, and for other
+brax's spring physics on a CPU; what it gains is in `docs/journal.md`. Elsewhere, and for other
 backends, brax's own step is used.
 """
 

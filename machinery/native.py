@@ -5,7 +5,7 @@ operations, each number a vector over the episodes. XLA makes hundreds of kernel
 operations of a physics step; every kernel computes again what others have computed, reads from memory
 and writes back. Written as one C function on vectors as wide as the machine's, with the sub-steps as a
 loop inside, every number is computed once and stays in the first-level cache. What it gains is in
-`docs/decisions.md`.
+`docs/journal.md`.
 
 The compiler is `cc`, or what the environment variable CC says; it runs once, and the result is kept in
 the cache directory. `compiled` returns nothing where there is none, or for an operation not in its list.

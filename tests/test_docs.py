@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "lessons" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 
 def defined_in(path: Path) -> set[str]:
@@ -31,6 +36,27 @@ def test_every_file_and_symbol_that_a_page_names_exists(page: Path):
     for file in re.findall(r"`((?:\w+/)?\w+\.(?:py|toml))`", text):
         places = [ROOT, *(ROOT / folder for folder in ("machinery", "benchmarks", "tests"))]
         assert any((place / file).exists() for place in places), file
+
+
+def test_the_walk_shows_lines_of_the_code():
+    """Each block of code begins with the file and the symbol in which its lines stand."""
+    shown = re.findall(
+        r"```python\n# (\w+\.py)::(\w+)\n(.*?)```", (ROOT / "docs/walk.md").read_text(), re.S
+    )
+    assert len(shown) > 10
+    for file, symbol, block in shown:
+        source = (ROOT / file).read_text()
+        (node,) = [n for n in ast.parse(source).body if getattr(n, "name", None) == symbol]
+        lines = [line.strip() for line in (ast.get_source_segment(source, node) or "").splitlines()]
+        wanted = [line.strip() for line in block.splitlines()]
+        places = range(len(lines) - len(wanted) + 1)
+        assert any(lines[i : i + len(wanted)] == wanted for i in places), f"{file}::{symbol}"
+
+
+def test_the_version_is_the_same_everywhere():
+    project = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    citation = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert project and citation and project[1] == citation[1]
 
 
 def test_every_module_is_in_the_readme_and_installed():

@@ -1,0 +1,267 @@
+# %% [markdown]
+# # Lesson 1. Luck
+#
+# **What it teaches.** What a repertoire is; MAP-Elites in thirty lines; why its policies do not do again what they were kept for;
+# the *spread* (equation 1 of the paper), derived and computed by hand.
+# **How long.** Forty minutes to read; the cells run in about half a minute.
+# **Before.** Sections 1 to 3 of the paper. [Lesson 0](0_jax.ipynb) if you have never seen JAX.
+#
+# ## The task
+#
+# Robots are slow to simulate and hard to look into. We begin with a point: it has a mass and a drag, it is pushed by an
+# acceleration, and in 3 seconds (30 steps) it can get anywhere on a square of 3 m.
+
+# %%
+import jax
+import jax.numpy as jnp
+import numpy as np
+from course import draw_borders, frame, lines, panels, point, search, settings, show
+
+import me_ls
+from envs import PointOmni, path, rollout
+from machinery import machine, plots
+
+machine.prepare_jax()
+task = point()
+lines(PointOmni.reset, PointOmni.step, PointOmni._state)
+
+# %% [markdown]
+# A *state* $s$ is position and velocity, an *action* $\mathbf a_t \in [-1, 1]^2$ is an acceleration. With the paper's symbols
+# (equation 2; the ant of the paper has the same reward and the same descriptor):
+#
+# $$\xi(\tau) = (x_T, y_T), \qquad F(\tau) = -\sum_{t=1}^{T} \lVert \mathbf a_t \rVert_2 .$$
+#
+# A *trajectory* $\tau$ is what one episode leaves behind. Its **descriptor** $\xi(\tau)$ says *what* it did: where the point
+# ended. Its **fitness** $F(\tau)$ says *how well*: with how little effort. We do not want the one best policy, we want for
+# *every* place the policy that gets there with the least effort.
+#
+# Two things matter later. The policy does not see where it is: its observation is its velocity and a constant. And the start is
+# random: position and velocity are drawn from a Gaussian with a deviation of 0.1. Physics and policy are deterministic, so
+# **the start is the only chance in this world**.
+#
+# ## A repertoire
+#
+# The space of descriptors is cut into cells, and each cell holds one policy: the best that was seen to end there. The cells are
+# those of a centroidal Voronoi tessellation (CVT), 64 points spread evenly; a descriptor belongs to the nearest one.
+
+# %%
+elites = me_ls.make_search(task, settings("me"))
+repertoire = elites.init(jax.random.key(0)).repertoire
+figure, (axes,) = panels()
+draw_borders(axes, repertoire.centroids, task)
+axes.plot(*repertoire.centroids.T, "k.", markersize=3)
+frame(axes, task, "64 cells and their centroids")
+assert not repertoire.occupied.any()
+show(figure)
+
+# %% [markdown]
+# ## MAP-Elites in thirty lines
+#
+# Algorithm 2 of the paper: begin with random policies; then, again and again, take policies out of the repertoire, vary them,
+# let each play one episode, and put it into the cell where it ended, if that is empty or if it is fitter than who lives there.
+#
+# Here it is with plain Python dictionaries. Only three things are borrowed from the project: random policies, the variation of
+# weights, and the episodes.
+
+
+# %%
+def map_elites(iterations, key):
+    centroids = np.asarray(repertoire.centroids)
+    kept = {}  # cell -> (fitness, descriptor, policy)
+    for i in range(iterations):
+        pick_key, noise_key, play_key = jax.random.split(jax.random.fold_in(key, i), 3)
+        if i == 0:  # 1. random policies ...
+            offspring = me_ls.random_policies(task, (16,), jax.random.split(pick_key, 32))
+        else:  # ... or variations of those that are kept
+            chosen = jax.random.choice(pick_key, jnp.array(list(kept)), (32,))
+            parents = [kept[int(cell)][2] for cell in chosen]
+            offspring = add_noise(
+                jax.tree.map(lambda *leaves: jnp.stack(leaves), *parents), noise_key
+            )
+        # 2. every policy plays one episode
+        episodes = rollout(task, offspring, jax.random.split(play_key, (32, 1)))
+        fitness, descriptor = (
+            np.asarray(episodes.fitness[:, 0]),
+            np.asarray(episodes.descriptor[:, 0]),
+        )
+        # 3. in each cell, the fitter one stays
+        for j in range(32):
+            cell = int(np.argmin(((centroids - descriptor[j]) ** 2).sum(axis=1)))
+            if cell not in kept or fitness[j] > kept[cell][0]:
+                policy = jax.tree.map(lambda leaf, j=j: leaf[j], offspring)
+                kept[cell] = (fitness[j], descriptor[j], policy)
+    return kept
+
+
+def add_noise(policies, key):
+    return jax.tree.map(lambda x: x + 0.2 * jax.random.normal(key, x.shape), policies)
+
+
+kept = map_elites(iterations=10, key=jax.random.key(1))
+print(
+    len(kept),
+    "of 64 cells are occupied, the best fitness is",
+    max(fitness for fitness, *_ in kept.values()),
+)
+assert len(kept) > 10
+
+# %% [markdown]
+# The project does the same with arrays instead of dictionaries: some hundred times as fast, with a variation along the line between
+# two parents (*iso+line*), and for every algorithm of the paper. 3,000 iterations, 96,000 policies:
+
+# %%
+me = search(task, "me", iterations=3000)
+print(f"coverage: {me.occupied.mean():.0%} of the cells")
+assert me.occupied.mean() > 0.95
+lines(me_ls.MapElites.step)
+
+# %% [markdown]
+# ## It looks perfect
+#
+# Every cell has its policy, and they hardly need any effort: a policy that pushes with full force all the time would have a
+# fitness of $-30\sqrt 2 = -42$.
+
+# %%
+show(
+    plots.cell_maps(
+        {"MAP-Elites": (me.centroids, me.fitness)},
+        task.low,
+        task.high,
+        task.axes,
+        "fitness",
+        borders=True,
+    )
+)
+
+# %% [markdown]
+# ## Play it again
+#
+# Now take three policies out of the repertoire and let each play thirty episodes. The star is what the repertoire promises: the
+# descriptor with which the policy was stored. The dots are what it does.
+
+# %%
+cells = me_ls.nearest(me.centroids, jnp.array([[0.0, 1.0], [-0.9, -0.6], [1.0, -0.9]]))
+three = jax.tree.map(lambda leaf: leaf[cells], me.policies)
+again = rollout(task, three, jax.random.split(jax.random.key(2), (3, 30)), record=path)
+figure, row = panels(3, width=3.1)
+for i, axes in enumerate(row):
+    draw_borders(axes, me.centroids, task)
+    axes.plot(*again.recorded[i].transpose(2, 1, 0), color="tab:blue", alpha=0.25, linewidth=0.8)
+    axes.plot(*again.descriptor[i].T, ".", color="tab:blue", markersize=4, label="thirty episodes")
+    axes.plot(*me.descriptor[cells[i]], "*", color="tab:red", markersize=13, label="promised")
+    frame(axes, task, f"policy of cell {cells[i]}", margin=0.2)
+row[0].legend(loc="lower left", fontsize=8)
+show(figure)
+
+# %% [markdown]
+# They miss. How often? Let all 64 policies play thirty episodes, and count how many of these end in the cell of their policy.
+
+# %%
+everybody = rollout(task, me.policies, jax.random.split(jax.random.key(3), (64, 30)))
+at_home = me_ls.nearest(me.centroids, everybody.descriptor) == jnp.arange(64)[:, None]
+miss = jnp.sqrt(jnp.sum((everybody.descriptor - me.descriptor[:, None]) ** 2, axis=-1))
+print(
+    f"{at_home.mean():.0%} of the episodes end in the cell of their policy; on average they miss by {miss.mean():.2f} m."
+)
+fitness_now = everybody.fitness.mean(axis=1)
+print(f"fitness as promised {me.fitness.mean():.2f}, as it is {fitness_now.mean():.2f}")
+assert at_home.mean() < 0.5
+
+# %% [markdown]
+# ## Why: the winner's curse
+#
+# Nothing is broken. MAP-Elites asked 96,000 policies for **one** episode each and kept, per cell, the best. An episode's result is
+# skill plus luck; whoever keeps the best of many results keeps much luck. Here luck means: a start that already lies in the
+# direction of the cell, with a velocity that carries the point there for free. The search never looks at an elite again, so
+# luck is never found out; a solid policy, which needs effort to get there from any start, has no chance against it.
+#
+# And it gets worse with time. More iterations are more tickets in the lottery:
+
+# %%
+goals = me_ls.goals(task)  # 100 points that cover the space: what we may want to ask for
+keys = jax.random.split(jax.random.key(4), (len(goals), 10))
+
+
+def mean_distance_to_goals(repertoire):
+    """Ask for every goal: the policy whose stored descriptor is nearest to it plays ten episodes."""
+    stored = jnp.where(repertoire.occupied[:, None], repertoire.descriptor, jnp.inf)
+    policies = jax.tree.map(lambda leaf: leaf[me_ls.nearest(stored, goals)], repertoire.policies)
+    episodes = rollout(task, policies, keys)
+    return float(jnp.sqrt(jnp.sum((episodes.descriptor - goals[:, None]) ** 2, axis=-1)).mean())
+
+
+early = search(task, "me", iterations=300)
+print("iterations   promised fitness   distance to the goals")
+for iterations, found in [(300, early), (3000, me)]:
+    fitness = jnp.mean(found.fitness, where=found.occupied)
+    print(f"{iterations:10}   {fitness:16.2f}   {mean_distance_to_goals(found):21.3f} m")
+assert jnp.mean(me.fitness) > jnp.mean(early.fitness, where=early.occupied)
+assert mean_distance_to_goals(me) > mean_distance_to_goals(early)
+
+# %% [markdown]
+# The repertoire promises more and holds less. For scale: a policy that never moves has a distance of about 1.15 m to these goals.
+#
+# ## Spread
+#
+# The paper gives the trouble a number. Let a policy $\pi_\theta$ play $K$ episodes from random starts $s_1, \dots, s_K$. The
+# **spread** is the mean distance between all pairs of descriptors (equation 1):
+#
+# $$\psi(\theta) = \underset{1 \le i < j \le K}{\operatorname{avg}}\
+# \operatorname{dist}_{\mathcal B}\bigl(\xi(\tau_{[\pi_\theta, s_i]}),\ \xi(\tau_{[\pi_\theta, s_j]})\bigr).$$
+#
+# It does not say where a policy goes, only how well it agrees with itself. By hand, with three episodes that ended in $(0, 0)$,
+# $(0.3, 0)$ and $(0, 0.4)$: the pairs are $0.3$, $0.4$ and $\sqrt{0.3^2 + 0.4^2} = 0.5$ apart, their mean is $0.4$.
+
+# %%
+by_hand = jnp.array([[0.0, 0.0], [0.3, 0.0], [0.0, 0.4]])
+print(me_ls.spread(by_hand))
+assert jnp.isclose(me_ls.spread(by_hand), 0.4)
+lines(me_ls.spread)
+
+# %% [markdown]
+# ## How small can it be?
+#
+# A policy that does nothing drifts with its first velocity, which the drag eats up: $v_{t} = 0.9\, v_{t-1}$. It ends at
+#
+# $$x_T = x_0 + 0.1 \sum_{t=1}^{30} 0.9^t\, v_0 \approx x_0 + 0.862\, v_0, \qquad x_0, v_0 \sim \mathcal N(0, 0.1^2),$$
+#
+# so every coordinate has the deviation $\sigma = 0.1 \sqrt{1 + 0.862^2} = 0.132$. The difference of two such points is Gaussian
+# with deviation $\sqrt 2\, \sigma$ per coordinate, and the mean length of such a vector in the plane is
+# $\sqrt{\pi / 2} \cdot \sqrt 2\, \sigma$. Hence
+#
+# $$\psi = \sigma \sqrt \pi = 0.234 .$$
+#
+# A clever policy sees its velocity and can brake, whatever it was at the start. The position it cannot see. So it ends at $x_T = x_0 + f(v_0)$
+# with some $f$, and $f(v_0)$ is independent of $x_0$. For two episodes with starts $x_0, v_0$ and $x_0', v_0'$, averaging over the velocities
+# first (Jensen's inequality: the mean of a length is at least the length of the mean),
+#
+# $$\psi = \mathbb E \lVert x_0 - x_0' + f(v_0) - f(v_0') \rVert \ge \mathbb E \lVert x_0 - x_0' \rVert = 0.1 \sqrt \pi = 0.177 .$$
+#
+# **No** policy of this task has a true spread below that, except at the border of the square, where descriptors are clipped.
+
+# %%
+idle = jax.tree.map(jnp.zeros_like, three)
+still = rollout(task, idle, jax.random.split(jax.random.key(5), (3, 300)))
+of_idle = jax.vmap(me_ls.spread)(still.descriptor).mean()
+of_elites = jax.vmap(me_ls.spread)(everybody.descriptor).mean()
+print(
+    f"doing nothing {of_idle:.3f}, the elites of MAP-Elites {of_elites:.3f}, the least possible 0.177"
+)
+assert abs(of_idle - 0.234) < 0.015
+assert of_elites > 0.215
+
+# %% [markdown]
+# On average, 96,000 policies of search have produced nothing steadier than a stone that is thrown. MAP-Elites had no reason to look for
+# steadiness: nobody asked.
+#
+# ## Questions
+#
+# 1. Somebody suggests to keep the cells but store the *mean* descriptor over all episodes that an elite ever plays. What would
+#    that mend, and what not? (The paper calls a relative of this ME-Sampling.)
+# 2. The spread of two episodes is their distance, the spread of one is 0 here. What would happen if a search that minimises the
+#    spread were allowed to play one episode?
+# 3. Derive the least possible *mean distance to a goal* in the same way as $\psi_{\min}$. (A Gaussian cloud of deviation 0.1
+#    centred on the goal.) Keep the number for lesson 4.
+# 4. In `map_elites` above, one line decides what is kept. Change it so that luck has less of a chance, and measure.
+#
+# Exercises: `exercises/dispersion.py`, `exercises/geometric_median.py`. Next: [lesson 2](2_low_spread.ipynb).

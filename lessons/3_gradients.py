@@ -1,0 +1,221 @@
+# %% [markdown]
+# # Lesson 3. Gradients
+#
+# **What it teaches.** How PGA-MAP-Elites (PGAME) adds policy gradients to a repertoire: what a critic is, TD3 in one picture, the
+# critic of the point drawn, and what half of the offspring do with it; when that helps and when it does not.
+# **How long.** Forty minutes to read; the cells run in about half a minute.
+# **Before.** [Lesson 2](2_low_spread.ipynb); appendices A.2 and A.3 of the paper. Some reinforcement learning helps.
+
+# %%
+import jax
+import jax.numpy as jnp
+import numpy as np
+from course import frame, lines, panels, point, show
+from matplotlib.figure import Figure
+
+import pgame_ls
+from envs import rollout
+from machinery import machine
+from me_ls import make_search, select_uniformly
+from pgame_ls import PGAMEConfig
+
+machine.prepare_jax()
+task = point()
+
+# %% [markdown]
+# ## Blind and seeing variation
+#
+# MAP-Elites varies blindly: $x' = x + \sigma_1\, \mathcal N(0, I) + \sigma_2\, \mathcal N(0, 1)\,(y - x)$, and whether that was
+# good is known only after an episode. With networks of 70,000 weights (the paper's policies) most directions are useless. But every
+# episode also leaves behind *transitions* $(s, \mathbf a, r, s')$, and from these one can learn in which direction to go.
+#
+# The **critic** $Q_v(s, \mathbf a)$ predicts the discounted sum of rewards that follows action $\mathbf a$ in state $s$:
+#
+# $$Q(s_t, \mathbf a_t) \approx \sum_{k \ge 0} \gamma^k\, r_{t+k+1}, \qquad 0 \le \gamma < 1 .$$
+#
+# If it is right, a policy improves by going uphill on $Q_v(s, \pi_\theta(s))$. By the chain rule,
+#
+# $$\nabla_\theta J = \mathbb E_s\bigl[\, \nabla_\theta \pi_\theta(s)\; \nabla_{\mathbf a} Q_v(s, \mathbf a)
+# \big|_{\mathbf a = \pi_\theta(s)} \bigr] .$$
+
+# %%
+lines(pgame_ls.actor_loss)
+
+# %% [markdown]
+# JAX writes out that chain rule: `jax.grad(actor_loss)`.
+#
+# ## TD3 in one picture
+#
+# The critic is trained on its own prediction one step later, $y = r + \gamma\, Q(s', \pi(s'))$. That tends to be too optimistic:
+# errors upwards are sought out by the actor and fed back. TD3 has four guards.
+
+# %%
+figure = Figure(figsize=(8.6, 3.6), layout="constrained")
+axes = figure.subplots()
+axes.set(xlim=(0, 10.4), ylim=(0, 4.6))
+axes.set_axis_off()
+
+
+def box(x, y, text, colour):
+    style = {"boxstyle": "round,pad=0.45", "facecolor": colour, "edgecolor": "#333"}
+    axes.text(x, y, text, ha="center", va="center", fontsize=8.5, bbox=style)
+
+
+def arrow(start, end, text="", dx=0.0, dy=0.16, bend=0.0):
+    how = {"arrowstyle": "-|>", "color": "#333", "connectionstyle": f"arc3,rad={bend}"}
+    axes.annotate("", end, start, arrowprops=how)
+    axes.text(
+        (start[0] + end[0]) / 2 + dx, (start[1] + end[1]) / 2 + dy, text, fontsize=8, ha="center"
+    )
+
+
+box(1.1, 2.3, "replay buffer\n$(s, a, r, s')$\nof all policies", "#eeeeee")
+box(4.2, 3.8, "target actor $\\pi'$\n+ clipped noise\n(smoothing)", "#dcebf7")
+box(7.4, 3.8, "target critics $Q'_1, Q'_2$\nthe lower one counts\n(twins)", "#dcebf7")
+box(7.4, 1.2, "critics $Q_1, Q_2$\nregress on $y$", "#fbe3d6")
+box(4.2, 1.2, "greedy actor $\\pi$\nclimbs $Q_1$\nevery 2nd step (delay)", "#fbe3d6")
+arrow((2.0, 2.8), (3.2, 3.6), "$s'$", dx=-0.15)
+arrow((5.2, 3.8), (5.95, 3.8), "$a'$")
+arrow((7.4, 3.25), (7.4, 1.65), "$y = r + \\gamma \\min(Q'_1, Q'_2)(s', a')$", dx=1.6, dy=-0.1)
+arrow((2.0, 1.9), (3.0, 1.4), "$s$", dy=0.12)
+arrow((6.5, 1.2), (5.4, 1.2), "$\\nabla_a Q_1$")
+arrow((2.0, 2.2), (6.35, 1.5), "$s, a$", dx=0.3, dy=0.14)
+arrow((4.2, 1.85), (4.2, 3.2), "follows slowly\n(soft update)", dx=-0.85, dy=-0.3)
+arrow((8.7, 1.3), (8.7, 3.5), "follows slowly", dx=0.85, dy=-0.75, bend=0.3)
+axes.text(
+    1.1,
+    0.35,
+    "PGAME: half of the offspring climb $Q_1$, too",
+    fontsize=8.5,
+    ha="left",
+    style="italic",
+)
+show(figure)
+
+# %% [markdown]
+# The formula in the middle, as the project has it. (The end of an episode is a time limit, not an end of the world: no special term.)
+
+# %%
+lines(pgame_ls.target, pgame_ls.train_step)
+
+# %% [markdown]
+# ## A search with gradients
+#
+# In every iteration one offspring is TD3's own actor (the *greedy controller*), nearly half are sampled policies that climbed $Q_1$ for
+# `policy_steps` steps, and the rest are varied blindly. All of them must pass the same insertion.
+
+# %%
+config = PGAMEConfig(
+    "pgame-ls", cells=64, batch=32, episodes=5, hidden=(16,), iso_sigma=0.2, line_sigma=0.1,
+    critic_hidden=(32, 32), critic_steps=60, critic_rate=0.002, greedy_rate=0.002,
+    policy_steps=20, policy_rate=0.005, td3_batch=64, replay=20_000, soft_update=0.02,
+)  # fmt: skip
+pgame = make_search(task, config)
+state = pgame.init(jax.random.key(0))
+losses, greedy = [], []
+for key in jax.random.split(jax.random.key(1), 100):
+    state, metrics = pgame.step(state, key)
+    losses.append(float(metrics["critic_loss"]))
+    greedy.append(float(metrics["greedy_fitness"]))
+print(
+    f"{config.by_variation} offspring by variation, {config.by_gradient} by gradient, and the greedy actor"
+)
+print(
+    f"coverage {state.repertoire.occupied.mean():.0%}; greedy actor's fitness {greedy[0]:.1f} -> {greedy[-1]:.2f}"
+)
+figure, (left, right) = panels(2, width=4.0, height=2.8)
+left.semilogy(losses)
+left.set(xlabel="iteration", ylabel="loss of the critics", title="the critics learn")
+right.plot(greedy, color="tab:orange")
+right.set(xlabel="iteration", ylabel="fitness", title="the greedy actor learns to save effort")
+assert np.nanmean(losses[-10:]) < losses[1]
+assert greedy[-1] > -1.0  # of at most 0
+show(figure)
+
+# %% [markdown]
+# ## The critic, drawn
+#
+# What has it learned? Here the reward is $-\lVert \mathbf a \rVert$ alone, so we know the truth. The best one can do after any
+# action is to do nothing for ever, so $Q^*(s, \mathbf a) = -\lVert \mathbf a \rVert_2$ in **every** state: a cone over the actions,
+# flat over the velocities. Left: $Q_1$ over actions for the point at rest. Right: $Q_1(s, \pi(s))$ of the greedy actor over the
+# velocities it may have.
+
+# %%
+critic, actor = pgame_ls.first_of(state.td3.critics), state.td3.actor
+grid = jnp.stack(jnp.meshgrid(jnp.linspace(-1, 1, 41), jnp.linspace(-1, 1, 41)), axis=-1)
+rest = jnp.array([0.0, 0.0, 1.0])  # no velocity, and the constant
+over_actions = jax.vmap(jax.vmap(lambda action: critic(rest, action)))(grid)
+moving = jnp.concatenate([grid, jnp.ones((41, 41, 1))], axis=-1)
+chosen = jax.vmap(jax.vmap(actor))(moving)
+over_states = jax.vmap(jax.vmap(critic))(moving, chosen)
+
+figure, (left, right) = panels(2, width=4.4)
+image = left.contourf(grid[..., 0], grid[..., 1], over_actions, 20)
+left.plot(*grid.reshape(-1, 2)[jnp.argmax(over_actions)], "*", color="white", markersize=12)
+left.set(
+    xlabel="first action",
+    ylabel="second action",
+    title="$Q_1$ at rest; star: highest",
+    aspect="equal",
+)
+figure.colorbar(image, ax=left, shrink=0.8)
+image = right.contourf(grid[..., 0], grid[..., 1], over_states, 20)
+thin = (slice(None, None, 5), slice(None, None, 5))
+right.quiver(
+    *grid[thin].transpose(2, 0, 1), *chosen[thin].transpose(2, 0, 1), color="white", scale=6
+)
+right.set(xlabel="velocity in x (m/s)", ylabel="velocity in y (m/s)", aspect="equal")
+right.set_title("$Q_1(s, \\pi(s))$; arrows: the greedy actor's actions")
+figure.colorbar(image, ax=right, shrink=0.8)
+truth = -jnp.sqrt((grid**2).sum(-1))
+correlation = float(jnp.corrcoef(over_actions.ravel(), truth.ravel())[0, 1])
+print(f"correlation of Q₁ at rest with −‖a‖: {correlation:.2f}")
+assert correlation > 0.8
+show(figure)
+
+# %% [markdown]
+# The cone is there. Where the buffer holds few transitions, the critic is a guess.
+#
+# ## Half of the offspring climb
+#
+# Take twenty policies of the repertoire and let each climb. Before and after:
+
+# %%
+parents = select_uniformly(state.repertoire, 20, key=jax.random.key(2))
+climbed = pgame_ls.vary_by_gradient(config, parents, critic, state.replay, key=jax.random.key(3))
+keys = jax.random.split(jax.random.key(4), (20, 20))
+before, after = rollout(task, parents, keys), rollout(task, climbed, keys)
+gain = (after.fitness - before.fitness).mean(axis=1)
+here, there = before.descriptor.mean(axis=1), after.descriptor.mean(axis=1)
+
+figure, (left, right) = panels(2, width=4.0)
+for start, end in zip(here, there, strict=True):
+    left.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": "tab:orange"})
+left.plot(*here.T, ".", color="tab:blue")
+frame(left, task, "where they end: parent → climbed")
+right.barh(range(20), np.sort(gain), color="tab:orange")
+right.set(xlabel="gain in fitness", ylabel="policy", title="20 steps up the critic")
+print(f"fitness on average {before.fitness.mean():.2f} -> {after.fitness.mean():.2f}")
+print(f"{(gain > 0).mean():.0%} of them became fitter")
+nearer = jnp.sqrt((there**2).sum(-1)) < jnp.sqrt((here**2).sum(-1))
+print(f"{nearer.mean():.0%} of them end nearer to the middle than before")
+assert gain.mean() > 0 and (gain > 0).mean() > 0.7
+assert nearer.mean() > 0.6
+show(figure)
+
+# %% [markdown]
+# They climb, without a single episode of their own: and they all **move to the middle**, because on this task least effort is standing
+# still. The gradient knows fitness and nothing of diversity. A climbed policy that leaves its cell competes in another one, and only the
+# cells keep the population from collapsing into one point. That is the division of labour in PGAME: gradients for quality, cells
+# and blind variation for diversity. On Halfcheetah-Uni, where fitness is speed, a running gait is far away from every random
+# policy, and gradients find it; on a task like this one they have little to add.
+#
+# ## Questions
+#
+# 1. Why does the buffer hold transitions of *all* policies, although $Q$ is meant for the greedy actor?
+# 2. Remove the constant from the observation. What could a policy without biases then do from a start at rest?
+# 3. In the low-spread version half of the offspring climb towards fitness. Nothing climbs towards a low spread. Could one? What would
+#    the critic have to predict?
+# 4. `gradient_share` is 0.5. Try 0.2 and 0.8, at the same number of environment steps, and look at coverage.
+#
+# Next: [lesson 4](4_one_policy.ipynb), one policy for all.

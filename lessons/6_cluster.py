@@ -1,0 +1,273 @@
+# %% [markdown]
+# # Lesson 6. From the laptop to a cluster
+#
+# **What it teaches.** Where the time goes, measured: compiled loops, chunks, layout, a cache of keys and values; how episodes are
+# divided among devices and processes; and what the paper's size costs, on paper.
+# **How long.** Forty minutes to read; the cells run in about half a minute.
+# **Before.** [Lesson 0](0_jax.ipynb) and [lesson 4](4_one_policy.ipynb). `docs/journal.md` has the measurements behind the engine.
+#
+# Timings are of the machine that executed this page, and noisy; the asserts are about ratios that hold anywhere.
+
+# %%
+import time
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from course import lines, panels, point, settings, show
+
+import me_ls
+import qdt
+from dataset import Sizes
+from envs import play_episode, rollout
+from machinery import machine
+from machinery.engine import Schedule
+
+machine.prepare_jax()
+task = point()
+
+
+def seconds(function, repeat=3):
+    """The shortest of a few calls, after one that may compile. Waits for the result: JAX computes in the background."""
+    jax.block_until_ready(function())
+    taken = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        jax.block_until_ready(function())
+        taken.append(time.perf_counter() - start)
+    return min(taken)
+
+
+# %% [markdown]
+# ## One episode: Python, compiled, many at once
+#
+# The task is written for one step of one episode. In plain Python every addition is a call into JAX; compiled, the thirty steps are one
+# program; with `vmap`, that program works on a thousand episodes.
+
+# %%
+policy = me_ls.MLP((task.observation_size, 16, task.action_size), key=jax.random.key(0))
+thousand = jax.random.split(jax.random.key(1), 1000)
+
+
+def in_python():
+    state, total = task.reset(thousand[0]), 0.0
+    for _ in range(task.length):
+        state = task.step(state, policy(state.observation))
+        total += state.reward
+    return total
+
+
+one = eqx.filter_jit(lambda key: play_episode(task, policy, key).fitness)
+many = eqx.filter_jit(
+    lambda keys: jax.vmap(lambda key: play_episode(task, policy, key).fitness)(keys)
+)
+rates = {
+    "Python": task.length / seconds(in_python, 1),
+    "compiled": task.length / seconds(lambda: one(thousand[0])),
+    "1,000 at once": 1000 * task.length / seconds(lambda: many(thousand)),
+}
+for name, rate in rates.items():
+    print(f"{name:14} {rate:12,.0f} environment steps per second")
+assert rates["compiled"] > 5 * rates["Python"]
+assert rates["1,000 at once"] > 10 * rates["compiled"]
+
+# %% [markdown]
+# ## Chunks
+#
+# All at once is not best. A CPU core has a cache of a megabyte or so; what does not fit is fetched from memory again in every step. So
+# the engine plays *chunks* of episodes: large enough to fill the vector units (sixteen numbers at a time), small enough for the cache,
+# one chunk after another on each core, all cores at once. The results do not depend on it.
+
+# %%
+policies = me_ls.random_policies(task, (64, 64), jax.random.split(jax.random.key(2), 256))
+keys = jax.random.split(jax.random.key(3), (256, 10))
+reference, speed = rollout(task, policies, keys).descriptor, {}
+for chunk in (1, 10, 160, 2560):
+    played = rollout(task, policies, keys, chunk=chunk).descriptor
+    np.testing.assert_allclose(played, reference, atol=1e-4)
+    speed[chunk] = (
+        keys.size
+        * task.length
+        / seconds(lambda chunk=chunk: rollout(task, policies, keys, chunk=chunk).fitness, 2)
+    )
+figure, (axes,) = panels(width=4.6, height=2.8)
+axes.bar([str(chunk) for chunk in speed], speed.values(), color="tab:blue")
+axes.set(
+    xlabel="episodes at a time on a core",
+    ylabel="steps per second",
+    title="2,560 episodes of 30 steps",
+)
+assert max(speed.values()) > 2 * speed[1]
+show(figure)
+
+# %% [markdown]
+# How they are divided is a small computation on numbers:
+
+# %%
+schedule = Schedule.of(members=256, episodes=10, chunk=160)
+print(f"{len(jax.devices())} devices; {schedule.groups} groups of {schedule.group_size} episodes,")
+print(
+    f"{schedule.groups_per_batch} groups at a time on all devices, {schedule.batches} batches of one shape"
+)
+lines(Schedule)
+
+# %% [markdown]
+# ## Layout
+#
+# Physics is arithmetic on arrays of three numbers: positions, velocities, axes. Batched, they become `(episodes, 3)`, and the numbers that
+# one operation needs (all x of all episodes) lie three apart. Turned inside out, `(3, episodes)`, each coordinate is one long vector, and a
+# CPU works on it sixteen numbers at a time. Here is a rotation by a quaternion in both layouts; `machinery/lanes.py` does this to all of a
+# robot's physics without rewriting it.
+
+
+# %%
+def rotate(q, v):
+    w, u = q[0], q[1:]
+    return v + 2 * jnp.cross(u, jnp.cross(u, v) + w * v)
+
+
+def rotate_by_parts(w, x, y, z, a, b, c):
+    t0, t1, t2 = y * c - z * b + w * a, z * a - x * c + w * b, x * b - y * a + w * c
+    return a + 2 * (y * t2 - z * t1), b + 2 * (z * t0 - x * t2), c + 2 * (x * t1 - y * t0)
+
+
+q, v = (
+    jax.random.normal(jax.random.key(4), (4096, 4)),
+    jax.random.normal(jax.random.key(5), (4096, 3)),
+)
+again = lambda step, x: jax.lax.fori_loop(0, 200, lambda _, x: step(x), x)  # noqa: E731
+rows = jax.jit(lambda v: again(lambda v: 0.1 * jax.vmap(rotate)(q, v), v))
+lanes = jax.jit(lambda v: again(lambda v: tuple(0.1 * x for x in rotate_by_parts(*q.T, *v)), v))
+np.testing.assert_allclose(jnp.stack(lanes(tuple(v.T)), axis=1), rows(v), atol=1e-4, rtol=1e-3)
+apart, together = seconds(lambda: rows(v)), seconds(lambda: lanes(tuple(v.T)))
+print(
+    f"(episodes, 3): {apart * 1e3:.1f} ms; (3, episodes): {together * 1e3:.1f} ms; ratio {apart / together:.1f}"
+)
+
+# %% [markdown]
+# For the robots, this and one C function per robot made the bare physics of Ant-Omni some hundred times as fast as brax's own step on
+# two cores (README, section Speed).
+#
+# ## The cache of keys and values
+#
+# To act at step $t$, the paper's loop runs the whole Transformer on all $3t$ tokens so far, although nothing about the old ones has changed: with
+# a causal mask, the keys and values of a token depend on the tokens before it alone. Keep them, and a step costs three tokens instead
+# of $3t$: over an episode $O(T)$ tokens through the layers instead of $O(T^2)$.
+
+# %%
+length = 100
+sizes = Sizes(length, task.observation_size, task.action_size, task.descriptor_size)
+model = qdt.QDT(qdt.QDTConfig(width=64, layers=2, heads=2), sizes, key=jax.random.key(6))
+seen = jax.random.normal(jax.random.key(7), (length, task.observation_size))
+target = jnp.array([0.5, -0.5])
+
+
+@eqx.filter_jit
+def with_cache(model):
+    def step(cache, observation):
+        action, cache = qdt.act(model, cache, target, observation)
+        return cache, action
+
+    return jax.lax.scan(step, qdt.initial_cache(model), seen)[1]
+
+
+@eqx.filter_jit
+def from_scratch(model):
+    def step(actions, t):
+        predicted = model(target, seen, actions)[t].clip(
+            -1, 1
+        )  # later tokens are hidden by the mask
+        return actions.at[t].set(predicted), predicted
+
+    return jax.lax.scan(step, jnp.zeros((length, task.action_size)), jnp.arange(length))[1]
+
+
+np.testing.assert_allclose(with_cache(model), from_scratch(model), atol=1e-3)
+slow, fast = seconds(lambda: from_scratch(model), 1), seconds(lambda: with_cache(model), 1)
+print(
+    f"{length} steps from scratch {slow * 1e3:.0f} ms, with the cache {fast * 1e3:.0f} ms: {slow / fast:.0f} times as fast"
+)
+assert slow > 3 * fast
+
+# %% [markdown]
+# ## What a generation is made of
+#
+# Optimise what takes the time. For the point that is not the physics; for a robot it nearly is (96 % of a generation of Ant-Omni at the
+# paper's size of policies, `docs/journal.md`).
+
+# %%
+elites = me_ls.make_search(task, settings("me-ls", batch=128))
+state = elites.init(jax.random.key(8))
+for key in jax.random.split(jax.random.key(9), 3):
+    state, _ = elites.step(state, key)
+offspring = elites.propose(state.repertoire, 128, key=jax.random.key(10))
+episodes = elites.play(offspring, key=jax.random.key(11))
+parts = {
+    "variation": seconds(lambda: elites.propose(state.repertoire, 128, key=jax.random.key(10))),
+    "episodes": seconds(lambda: elites.play(offspring, key=jax.random.key(11)).fitness),
+    "characterise, insert": seconds(
+        lambda: elites.insert(state.repertoire, offspring, episodes)[0]
+    ),
+}
+for name, taken in parts.items():
+    print(f"{name:22} {1e3 * taken:7.1f} ms")
+
+# %% [markdown]
+# ## Devices and processes
+#
+# There is one rule: **state is the same everywhere, work is divided**. Repertoire, buffer and model are replicated on all devices of all
+# processes; each plays its share of the episodes, or learns from its share of a batch, and the results are exchanged. A repertoire is
+# a few megabytes, an episode is seconds of arithmetic: exchange is cheap. Nothing in the method knows about it:
+
+# %%
+lines(machine.devices, machine.replicate)
+
+# %% [markdown]
+# With several processes (`qdt search ... --coordinator HOST:PORT --num-processes N --process-id I`, or `--distributed` under SLURM) JAX
+# connects them, and the same mesh simply has more devices. `docs/cluster.md` has two terminals to try, and a measurement: two
+# processes do 1.96 times the work of one.
+#
+# ## What the paper's size costs
+#
+# Count first, then rent. The sizes are the defaults of the project's configs, which are the paper's; the rates are measured ones from the
+# README (two CPU cores) and one that you should replace by your own.
+
+# %%
+paper = qdt.QDTConfig()
+ant = Sizes(length=250, observation=27, action=8, descriptor=2)
+shapes = jax.eval_shape(
+    lambda: qdt.QDT(paper, ant, key=jax.random.key(0))
+)  # shapes alone: nothing is computed
+weights = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+steps = me_ls.SearchConfig().steps
+trajectories, epochs = 300_000, paper.epochs
+tokens = trajectories * 3 * ant.length * epochs
+arithmetic = (
+    6 * weights * tokens
+)  # a multiplication and an addition per weight and token; backwards twice as much
+print(
+    f"search:  {steps / 1e6:.0f} million environment steps, at 593,000 per second: {steps / 593_000 / 60:.0f} minutes"
+)
+print(
+    f"dataset: {trajectories * 250 / 1e6:.0f} million steps: {trajectories * 250 / 593_000 / 60:.0f} minutes"
+)
+print(
+    f"QDT:     {weights / 1e6:.1f} million weights, {tokens / 1e9:.0f} billion tokens, {arithmetic:.1e} operations"
+)
+print(
+    f"         two cores, 5.1 trajectories per second: {trajectories * epochs / 5.1 / 86400:.0f} days"
+)
+print(f"         an accelerator at a sustained 50 Tflop/s: {arithmetic / 50e12 / 3600:.1f} hours")
+assert 3e6 < weights < 4e6 and arithmetic > 1e17
+
+# %% [markdown]
+# So a laptop does the paper's *search* in a quarter of an hour, and its *training* wants an accelerator. That is why the `laptop` preset
+# keeps the search of Ant-Omni at the paper's size and shrinks the Transformer.
+#
+# ## Questions
+#
+# 1. The cache makes $T$ steps cost $O(T)$ tokens through the layers. Which part of attention is still $O(T^2)$?
+# 2. Why does the engine give every batch the same shape, even the last one? What is the price?
+# 3. Eight machines, batches of 1,000 policies. What has to be exchanged per generation, and how much is it, with 256 × 256 policies?
+# 4. Where would you start if a generation took 40 % of its time in the insertion? Read `me_ls.py::insert` again: what does it avoid?
