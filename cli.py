@@ -690,6 +690,7 @@ def export(
     about = pretrained.About(
         find_model(name).title,
         getattr(task, "robot", None),
+        getattr(task, "robot_kind", None),
         task.axes,
         task.low,
         task.high,

@@ -35,8 +35,9 @@ class TaskConfig:
     # brax's physics; spring is the descendant of what the paper ran on
     backend: Literal["spring", "positional", "generalized", "mjx"] = "spring"
     reach: float | None = None  # omni tasks: descriptors lie in [-reach, reach]²; the task's own
-    # The robot that brax ships, or one like the paper's, which ran on Brax v1 (docs/robots.md).
-    robot: Literal["brax", "v1"] = "brax"
+    # Like the paper's, which ran on Brax v1 (docs/robots.md), or the one that brax ships. Not set: like the
+    # paper's, where there is one.
+    robot: Literal["brax", "v1"] | None = None
     # Random numbers at the start: on the joints alone, as in the paper, or brax's own, on everything.
     start: Literal["joints", "brax"] = "joints"
     # Equations 2 and 3, or what the framework of the paper's time gives: 1 − ½‖a‖² and v − 0.1‖a‖².
@@ -190,8 +191,8 @@ class BraxTask(Task):
             raise UserError(f"robots like v1's are {' and '.join(V1)}, on spring.")
         if config.robot == "v1" and config.start != "joints":
             raise UserError("robots like v1's start on their joints.")
-        self.env = self.load(config)
         self.config = config
+        self.env = self.load(config)
         self.length = config.length
         self.observation_size = int(self.env.observation_size)
         self.action_size = int(self.env.action_size)
@@ -202,7 +203,14 @@ class BraxTask(Task):
 
     def load(self, config: TaskConfig) -> Any:
         """The robot: a brax environment."""
-        return load_robot(self.robot, config.robot, config.backend, self.in_lanes)
+        return load_robot(self.robot, self.robot_kind, config.backend, self.in_lanes)
+
+    @property
+    def robot_kind(self) -> str:
+        """v1: like the paper's; brax: the one that brax ships."""
+        config = self.config
+        as_the_paper = self.robot in V1 and (config.backend, config.start) == ("spring", "joints")
+        return config.robot or ("v1" if as_the_paper else "brax")
 
     def bounds(self, config: TaskConfig) -> tuple[tuple[float, ...], tuple[float, ...]]:
         raise NotImplementedError
@@ -321,7 +329,7 @@ class UniTask(BraxTask):
         return before + (touching - before) / time  # running mean
 
     def feet_on_ground(self, physics: Any) -> Bool[Array, " feet"]:
-        if self.config.robot == "v1":  # pushed by the ground at any time during the step
+        if self.robot_kind == "v1":  # pushed by the ground at any time during the step
             return physics.contact[jnp.array(self.feet)] > 0
         return contact_sensor(self.env, self.feet)(physics.x)
 

@@ -80,6 +80,11 @@ class TrainConfig:
     # first steps are the hardest to imitate and decide where a robot goes; all others repeat a gait.
     beginnings: int = 0
     beginning_steps: int = 50
+    # Give descriptors and observations mean 0 and deviation 1. The paper feeds them raw.
+    normalise: bool = False
+    # Play towards the nearest that was demonstrated if a target lies beyond all of it, as a repertoire does
+    # with its nearest policy. The paper asks for any target as it is.
+    stay_within: bool = False
     # Share of the trajectories that is only used to look at the loss on what was not learned. Ours.
     held_out: float = 0.0
 
@@ -113,8 +118,6 @@ class QDTConfig(TrainConfig):
     # What a step is read as: the paper's three tokens BD, O and A, or, ours, one: the sum of BD and O.
     # That trains more than twice as fast, and a model that sees no actions cannot just continue them.
     tokens: Literal["three", "one"] = "three"
-    # Give descriptors and observations mean 0 and deviation 1. The paper feeds them raw.
-    normalise: bool = False
     # Arithmetic of the matrix products and activations; weights are always kept in float32.
     precision: Literal["float32", "bfloat16"] = "float32"
 
@@ -149,8 +152,6 @@ class MLPConfig(TrainConfig):
 
     # Layers between observation and target on one side and the action on the other.
     hidden: tuple[int, ...] = (512, 512, 512)
-    # As for the QDT.
-    normalise: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -181,6 +182,9 @@ class Scale(eqx.Module):
         return (x - mean) / jnp.maximum(deviation, 1e-6)
 
 
+REMEMBERED = 512  # descriptors that a model remembers
+
+
 class Statistics(eqx.Module):
     """What a model may want to know about the trajectories it learns from, and carries with it."""
 
@@ -189,22 +193,46 @@ class Statistics(eqx.Module):
     # Noise on the actions with which the demonstrators reached their descriptors. Whoever imitates them
     # plays with the same noise.
     action_noise: Float[Array, ""]
+    # Descriptors that were demonstrated, and how far a target may be from them.
+    shown: Float[Array, f"{REMEMBERED} d"]
+    margin: Float[Array, ""]
 
     @staticmethod
     def none(sizes: Sizes) -> "Statistics":
-        """Of trajectories about which nothing is known: inputs stay as they are."""
+        """Of trajectories about which nothing is known: inputs and targets stay as they are."""
         scales = Scale.none(sizes.descriptor), Scale.none(sizes.observation)
-        return Statistics(*scales, jnp.zeros(()))
+        nowhere = jnp.zeros((REMEMBERED, sizes.descriptor))
+        return Statistics(*scales, jnp.zeros(()), nowhere, jnp.array(jnp.inf))
 
     @staticmethod
     def of(sample: Trajectory, action_noise: float) -> "Statistics":
+        """The margin is the mean distance of a descriptor to the next one."""
         scales = Scale.of(sample.descriptor), Scale.of(sample.observations)
-        return Statistics(*scales, jnp.array(action_noise, jnp.float32))
+        ends = np.unique(np.asarray(sample.descriptor, np.float32), axis=0)
+        apart = np.linalg.norm(ends[:, None] - ends, axis=-1)
+        np.fill_diagonal(apart, np.inf)
+        margin = apart.min(axis=1).mean() if len(ends) > 1 else 0.0
+        shown = ends[np.arange(REMEMBERED) % len(ends)]
+        noise = jnp.array(action_noise, jnp.float32)
+        return Statistics(*scales, noise, jnp.asarray(shown), jnp.array(margin, jnp.float32))
 
-    def without_scales(self) -> "Statistics":
-        """For a model that reads its inputs as they are: the noise alone."""
-        scales = Scale.none(self.descriptor.mean.size), Scale.none(self.observation.mean.size)
-        return Statistics(*scales, self.action_noise)
+    def as_wanted(self, config: TrainConfig) -> "Statistics":
+        """What a model of this config uses; the noise is part of what it imitates."""
+        wanted = self
+        if not config.normalise:
+            scales = [Scale.none(x.mean.size) for x in (self.descriptor, self.observation)]
+            wanted = eqx.tree_at(lambda s: (s.descriptor, s.observation), wanted, tuple(scales))
+        if not config.stay_within:
+            wanted = eqx.tree_at(lambda s: s.margin, wanted, jnp.array(jnp.inf))
+        return wanted
+
+    def within(self, target: Float[Array, " d"]) -> Float[Array, " d"]:
+        """The target, or what is nearest to it and not farther than the margin from what was shown."""
+        away = target - self.shown
+        distance = jnp.sqrt(jnp.sum(away**2, axis=1))
+        nearest = jnp.argmin(distance)
+        share = jnp.minimum(1.0, self.margin / jnp.maximum(distance[nearest], 1e-9))
+        return target - (1 - share) * away[nearest]
 
 
 class ConditionedPolicy(eqx.Module):
@@ -223,8 +251,10 @@ class ConditionedPolicy(eqx.Module):
         raise NotImplementedError
 
     def decays(self) -> PyTree[bool]:
-        """Which arrays weight decay is for: matrices."""
-        return jax.tree.map(lambda x: x.ndim >= 2, self)
+        """Which arrays weight decay is for: matrices that are learned."""
+        matrices = jax.tree.map(lambda x: x.ndim >= 2, self)
+        fixed = jax.tree.map(lambda _: False, self.statistics)
+        return eqx.tree_at(lambda m: m.statistics, matrices, fixed)
 
     def moves_by_muon(self) -> PyTree[bool]:
         """Which arrays Muon is for: matrices between hidden layers."""
@@ -385,8 +415,7 @@ class QDT(ConditionedPolicy):
         self.layers = tuple(Layer(config, key=key) for key in layer_keys)
         self.norm = LayerNorm(width)
         self.head = Linear(width, sizes.action, key=keys[5])
-        known = statistics or Statistics.none(sizes)
-        self.statistics = known if config.normalise else known.without_scales()
+        self.statistics = (statistics or Statistics.none(sizes)).as_wanted(config)
         self.config = config
 
     def __call__(
@@ -473,11 +502,10 @@ class QDT(ConditionedPolicy):
         }
 
     def policy(self, target: Float[Array, " descriptor"]) -> "Conditioned":
-        return Conditioned(self, target)
+        return Conditioned(self, self.statistics.within(target))
 
     def decays(self) -> PyTree[bool]:
-        matrices = jax.tree.map(lambda x: x.ndim == 2, self)
-        return eqx.tree_at(lambda m: m.embed_time, matrices, False)
+        return eqx.tree_at(lambda m: m.embed_time, super().decays(), False)
 
     def moves_by_muon(self) -> PyTree[bool]:
         """Embeddings, head, norms and biases stay with Adam."""
@@ -591,8 +619,7 @@ class ConditionedMLP(ConditionedPolicy):
             Linear(i, o, scale=math.sqrt(2 / i), key=k)  # He's, for layers that end in a ReLU
             for i, o, k in zip(widths, widths[1:], keys, strict=False)
         )
-        known = statistics or Statistics.none(sizes)
-        self.statistics = known if config.normalise else known.without_scales()
+        self.statistics = (statistics or Statistics.none(sizes)).as_wanted(config)
 
     def __call__(
         self,
@@ -615,7 +642,7 @@ class ConditionedMLP(ConditionedPolicy):
         return jnp.mean((predicted - trajectory.actions) ** 2)
 
     def policy(self, target: Float[Array, " descriptor"]) -> "Aimed":
-        return Aimed(self, target)
+        return Aimed(self, self.statistics.within(target))
 
     def moves_by_muon(self) -> PyTree[bool]:
         """As in the QDT, the first and the last layer stay with Adam."""
@@ -855,7 +882,8 @@ class Training:
         return self.config.epochs * self.steps_per_epoch
 
     def init(self, key: Key[Array, ""]) -> TrainingState:
-        drawn = generator(self.seed, "statistics").choice(self.learned, min(len(self.learned), 512))
+        count = min(len(self.learned), REMEMBERED)
+        drawn = generator(self.seed, "statistics").choice(self.learned, count, replace=False)
         noise = self.data.meta.config.action_noise
         known = Statistics.of(self.data.batch(drawn), noise)
         model = make_model(self.task, self.config, known, key=key)

@@ -90,7 +90,7 @@ def require_at_least(least: int, config: Any, *names: str) -> None:
 def require_choices(config: Any) -> None:
     """Refuses what a `Literal` field does not list."""
     for name, kind in field_types(type(config)).items():
-        if get_origin(kind) is Literal:
+        if any(get_origin(part) is Literal for part in (kind, *get_args(kind))):
             _typed(name, kind, getattr(config, name))
 
 

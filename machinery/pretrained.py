@@ -31,6 +31,7 @@ class About:
 
     title: str  # of the model
     robot: str | None
+    robot_kind: str | None
     axes: Sequence[str]  # of a descriptor
     low: Sequence[float]
     high: Sequence[float]
@@ -116,7 +117,8 @@ def origin(plan: Any, about: About, there: int, zones: int, made: str | None) ->
     noise = f"normal, deviation {data.action_noise:g}, on every action, as its demonstrators had it"
     rows = {
         "task": f"`{task.task}`, episodes of {task.length} steps",
-        "robot": about.robot and f"{about.robot}, {ROBOTS[task.robot]}, {task.backend} physics",
+        "robot": about.robot_kind
+        and f"{about.robot}, {ROBOTS[about.robot_kind]}, {task.backend} physics",
         "behaviour": "; ".join(
             f"{axis}, from {low:g} to {high:g}"
             for axis, low, high in zip(about.axes, about.low, about.high, strict=True)

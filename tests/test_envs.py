@@ -53,7 +53,8 @@ class ByHand(NamedTuple):
 
 
 def play_by_hand(name: str, policies: int = 2, episodes: int = 2) -> ByHand:
-    task = make_task(TaskConfig(name, LENGTH))
+    # brax's own robots: rounding grows slowly on them; `test_lanes.py` and `test_robots.py` have the others
+    task = make_task(TaskConfig(name, LENGTH, robot="brax"))
     population, keys = policies_for(task, policies), keys_for(policies, episodes)
     engine = rollout(task, population, keys, record=envs.transitions)
     reset, step, act = jax.jit(task.reset), jax.jit(task.step), jax.jit(lambda p, o: p(o))
@@ -246,7 +247,7 @@ jax.config.update("jax_num_cpu_devices", int(sys.argv[1]))
 from me_ls import random_policies
 
 def play(name, policies, episodes, chunk):
-    task = envs.make_task(envs.TaskConfig(name, 20))
+    task = envs.make_task(envs.TaskConfig(name, 20, robot="brax"))
     population = random_policies(task, (8,), jax.random.split(jax.random.key(0), policies))
     keys = jax.random.split(jax.random.key(1), (policies, episodes))
     return envs.rollout(task, population, keys, chunk=chunk)

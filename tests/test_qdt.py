@@ -196,7 +196,7 @@ def test_normalising_inside_the_model_is_normalising_its_inputs():
             (trajectory.observations - observation.mean) / observation.deviation,
         ),
     )
-    known = qdt.Statistics(descriptor, observation, jnp.zeros(()))
+    known = qdt.Statistics(descriptor, observation, jnp.zeros(()), RAW.shown, RAW.margin)
     inside = predict(make(config, statistics=known), trajectory)
     assert_close(inside, predict(make(), by_hand), 1e-5)
 
@@ -365,9 +365,13 @@ def test_orthogonal_steps_keep_the_singular_vectors():
 
 def test_training_leaves_the_statistics_alone_and_decays_matrices_only():
     known = qdt.Statistics(
-        qdt.Scale(jnp.array([0.5, 1.0]), jnp.array([2.0, 3.0])), RAW.observation, jnp.array(0.3)
+        qdt.Scale(jnp.array([0.5, 1.0]), jnp.array([2.0, 3.0])),
+        RAW.observation,
+        jnp.array(0.3),
+        RAW.shown + 0.7,
+        jnp.array(0.2),
     )
-    config = replace(SMALL, normalise=True)
+    config = replace(SMALL, normalise=True, stay_within=True, weight_decay=0.1)
     model = make(config, statistics=known)
     after, *_ = train_step(model, trajectories(4), jax.random.key(0), config)
     assert eqx.tree_equal(after.statistics, known)
@@ -511,6 +515,28 @@ def test_beginnings_are_learned_beside_whole_trajectories(noisy_data):
     assert without.beginnings(0) is None
 
 
+def test_a_target_beyond_all_demonstrations_becomes_the_nearest_of_them(data):
+    """As a repertoire plays its nearest policy. Without `stay_within` a target stays what it is."""
+    sample = data.batch(np.arange(200))
+    known = qdt.Statistics.of(sample, 0.0)
+    margin = float(known.margin)
+    ends = np.unique(sample.descriptor, axis=0)
+    apart = [np.sort(np.linalg.norm(ends - end, axis=1))[1] for end in ends]
+    assert margin == pytest.approx(np.mean(apart), rel=1e-4)
+    far = jnp.array([40.0, 30.0])
+    nearest = sample.descriptor[np.argmin(np.linalg.norm(sample.descriptor - far, axis=1))]
+    moved = np.asarray(known.within(far))
+    assert np.linalg.norm(moved - nearest) == pytest.approx(margin, rel=1e-3)
+    assert np.linalg.norm(moved - far) < np.linalg.norm(nearest - far)
+    inside = jnp.asarray(nearest) + 0.5 * margin / 2**0.5
+    np.testing.assert_allclose(known.within(inside), inside, atol=1e-5)
+    for stay, expected in ((True, moved), (False, far)):
+        for kind in (qdt.QDTConfig(width=8, heads=1, layers=1), qdt.MLPConfig("mlp", hidden=(8,))):
+            config = replace(kind, stay_within=stay)
+            model = qdt.make_model(TASK, config, known, key=jax.random.key(0))
+            np.testing.assert_allclose(model.policy(far).target, expected, rtol=1e-5)
+
+
 def test_a_part_of_the_dataset_can_be_learned_from_as_long_as_the_whole(noisy_data):
     """As many steps, evaluations and epochs, over a tenth of the trajectories again and again."""
     tenth, config = np.arange(12), replace(SHORT, batch_size=8, held_out=0.0, steps_per_epoch=5)
@@ -549,7 +575,7 @@ def test_an_mlp_remembers_nothing_and_normalises_as_the_qdt_does():
     random = np.random.default_rng(0)
     draw = lambda *shape: jnp.array(random.normal(size=shape), jnp.float32)  # noqa: E731
     scales = qdt.Scale(draw(2), jnp.abs(draw(2)) + 1), qdt.Scale(draw(5), jnp.abs(draw(5)) + 1)
-    known = qdt.Statistics(*scales, jnp.array(0.1))
+    known = qdt.Statistics(*scales, jnp.array(0.1), RAW.shown, RAW.margin)
     model = qdt.ConditionedMLP(MLP, SIZES, known, key=jax.random.key(0))
     raw = qdt.ConditionedMLP(replace(MLP, normalise=False), SIZES, known, key=jax.random.key(0))
     target, seen = draw(2), draw(20, 5)
