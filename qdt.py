@@ -37,6 +37,7 @@ from machinery.attention import (
     causal_attention,
     dropout,
     empty_blocks,
+    multiply,
     tokens_in,
 )
 from machinery.config import (
@@ -289,7 +290,7 @@ class Linear(eqx.Module):
         self.bias = jnp.zeros(size_out)
 
     def __call__(self, x: Float[Array, "*token in"]) -> Float[Array, "*token out"]:
-        return x.astype(self.weight.dtype) @ self.weight + self.bias
+        return multiply(x.astype(self.weight.dtype), self.weight) + self.bias
 
 
 class LayerNorm(eqx.Module):
@@ -367,9 +368,9 @@ class Layer(eqx.Module):
         Float[Array, "head token d"], Float[Array, "head d token"], Float[Array, "head d token"]
     ]:
         """Queries, keys and values."""
-        qkv = self.query_key_value(self.norm_attention(x)).T
-        q, k, v = qkv.reshape(3, self.heads, -1, len(x))
-        return q.transpose(0, 2, 1), k, v
+        qkv = jnp.split(self.query_key_value(self.norm_attention(x)), 3, axis=-1)
+        q, k, v = (y.reshape(len(x), self.heads, -1) for y in qkv)
+        return q.transpose(1, 0, 2), k.transpose(1, 2, 0), v.transpose(1, 2, 0)
 
     def finish(
         self,

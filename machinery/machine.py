@@ -57,8 +57,8 @@ def chunk() -> int:
 
 
 def micro_batch(length: int) -> int:
-    """Trajectories at a time on a device: one or a few short ones fit in a CPU core's cache."""
-    return settings().micro_batch or (max(1, 400 // length) if on_cpu() else 32)
+    """Trajectories at a time on a device: on a CPU few, whose activations stay in a core's cache."""
+    return settings().micro_batch or (max(1, 500 // length) if on_cpu() else 32)
 
 
 # --- devices and processes --------------------------------------------------------------------------

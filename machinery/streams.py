@@ -5,9 +5,12 @@ from 0 below the same key draw the same numbers. Every purpose therefore has a b
 directly below the seed, and counts freely within it.
 """
 
+import math
+
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Key
+from jaxtyping import Array, Key, UInt32
 
 # The numbers are part of every result: a stream that goes leaves its number unused.
 STREAMS = {
@@ -37,3 +40,23 @@ def stream(seed: int, name: str) -> Key[Array, ""]:
 
 def generator(seed: int, name: str, *more: int) -> np.random.Generator:
     return np.random.default_rng((seed, ORDERS[name], *more))
+
+
+# --- much noise, cheaply ------------------------------------------------------------------------------
+
+Seed = UInt32[Array, "2"]
+
+
+def bits(seed: Seed, shape: tuple[int, ...], drawn: int = 0) -> UInt32[Array, "..."]:
+    """Random bits for every element, from a hash of the seed and the element's number.
+
+    The hash ("lowbias32": every output bit depends on every input bit) is a handful of integer operations
+    that XLA fuses into whatever reads the bits. JAX's own generator goes over arrays in memory again and
+    again. `drawn` says how many elements this seed has served already.
+    """
+    x = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape) + jnp.uint32(drawn)
+    x = x ^ seed[0]
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    # A second word of seed, so that the streams of two seeds are not permutations of each other.
+    x = (x ^ (x >> 15) ^ seed[1]) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)

@@ -663,7 +663,7 @@ def test_an_unknown_model_is_named():
 
 def test_the_micro_batch_of_a_cpu_fits_in_its_cache(monkeypatch):
     monkeypatch.setattr(machine, "_current", machine.Machine())
-    assert [machine.micro_batch(length) for length in (50, 250, 1000)] == [8, 1, 1]
+    assert [machine.micro_batch(length) for length in (50, 250, 1000)] == [10, 2, 1]
 
 
 # ----------------------------------------------------------------------------------- the peer
