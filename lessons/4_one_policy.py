@@ -3,7 +3,9 @@
 #
 # **What it teaches.** From a repertoire to a dataset (section 4.3 of the paper); a trajectory as tokens; the causal mask; one attention
 # map; training the Quality-Diversity Transformer (QDT); three ways to tell it the goal.
+#
 # **How long.** An hour to read; the cells run in about a minute and a half, most of it training.
+#
 # **Before.** [Lesson 2](2_low_spread.ipynb); sections 4.2 and 4.3 and algorithm 5 of the paper. You should have seen attention once.
 
 # %%
