@@ -341,6 +341,7 @@ def check_own_model(answer: ModuleType) -> None:
     require(
         isinstance(untrained, qdt.ConditionedPolicy), "make must return a qdt.ConditionedPolicy."
     )
+    require(type(untrained).__module__ != "qdt", "that one is the project's: write your own.")
     qdt.MODELS[config.model], before = (
         qdt.Model("Own", type(config), answer.make),
         qdt.MODELS.get(config.model),

@@ -3,7 +3,9 @@
 #
 # **What it teaches.** Six ideas that every file of this project uses: pure functions on arrays, `vmap`, `jit`, `scan`, random
 # keys, pytrees and Equinox modules.
+#
 # **How long.** A quarter of an hour; the cells run in a few seconds.
+#
 # **Before.** Python and NumPy.
 #
 # You can skip this lesson and come back when a line of another one looks strange.

@@ -3,7 +3,9 @@
 #
 # **What it teaches.** What a repertoire is; MAP-Elites in thirty lines; why its policies do not do again what they were kept for;
 # the *spread* (equation 1 of the paper), derived and computed by hand.
+#
 # **How long.** Forty minutes to read; the cells run in about half a minute.
+#
 # **Before.** Sections 1 to 3 of the paper. [Lesson 0](0_jax.ipynb) if you have never seen JAX.
 #
 # ## The task

@@ -3,7 +3,9 @@
 #
 # **What it teaches.** How PGA-MAP-Elites (PGAME) adds policy gradients to a repertoire: what a critic is, TD3 in one picture, the
 # critic of the point drawn, and what half of the offspring do with it; when that helps and when it does not.
+#
 # **How long.** Forty minutes to read; the cells run in about half a minute.
+#
 # **Before.** [Lesson 2](2_low_spread.ipynb); appendices A.2 and A.3 of the paper. Some reinforcement learning helps.
 
 # %%

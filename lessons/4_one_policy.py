@@ -3,7 +3,9 @@
 #
 # **What it teaches.** From a repertoire to a dataset (section 4.3 of the paper); a trajectory as tokens; the causal mask; one attention
 # map; training the Quality-Diversity Transformer (QDT); three ways to tell it the goal.
+#
 # **How long.** An hour to read; the cells run in about a minute and a half, most of it training.
+#
 # **Before.** [Lesson 2](2_low_spread.ipynb); sections 4.2 and 4.3 and algorithm 5 of the paper. You should have seen attention once.
 
 # %%
@@ -207,7 +209,10 @@ np.testing.assert_allclose(last.sum(axis=-1), 1.0, atol=1e-5)
 show(figure)
 
 # %% [markdown]
-# Read such pictures with care: a weight says what was *read*, not what was *used*.
+# It looks at actions, nearly always at actions! Its teachers act smoothly, and the action before is the best single hint at the next one: **a
+# model that sees actions continues them.** But not only: with other targets it acts differently, as the next cell shows, and at the first step there
+# is nothing to copy. Read such pictures with care: a weight says what was *read*, not what was *used*. (Which attention map you get differs from training
+# to training; the project's own QDT for two cores does without A tokens, `tokens="one"`.)
 #
 # ## Ask it
 #

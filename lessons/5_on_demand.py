@@ -3,7 +3,9 @@
 #
 # **What it teaches.** How to ask a trained model for a behaviour and look at what it does; the accuracy map; what happens where there was
 # no data; and calibration: which target to ask for in order to land on the goal.
+#
 # **How long.** Half an hour to read; the cells run in about a minute and a half, most of it training.
+#
 # **Before.** [Lesson 4](4_one_policy.ipynb); sections 5.2 and 5.3 of the paper.
 
 # %%
@@ -126,7 +128,7 @@ maps, distance = {"all data": (goals, of_qdt.distance)}, {"all data": of_qdt.dis
 figure, row = panels(2, width=3.8)
 for axes, how in zip(row, ("tiles", "upper"), strict=True):
     view = dataset.prune(data, how, seed=0)
-    pruned, _ = train(task, data, view=view, tokens="one", epochs=6)
+    pruned, _ = train(task, data, view=view, tokens="one")
     distance[how] = evaluate.measure(goals, qdt.play(task, pruned, goals, test)).distance
     maps[f"without “{how}”"] = (goals, distance[how])
     axes.plot(*data.descriptor[view].T, ".", markersize=2)
@@ -158,7 +160,7 @@ show(
 
 # %% [markdown]
 # Between islands of data the model interpolates; beyond the edge of the known world it does not extrapolate far. The paper finds the same
-# on Ant-Omni (figure 6).
+# on Ant-Omni (figure 7).
 #
 # ## Calibration
 #

@@ -3,7 +3,9 @@
 #
 # **What it teaches.** Where the time goes, measured: compiled loops, chunks, layout, a cache of keys and values; how episodes are
 # divided among devices and processes; and what the paper's size costs, on paper.
+#
 # **How long.** Forty minutes to read; the cells run in about half a minute.
+#
 # **Before.** [Lesson 0](0_jax.ipynb) and [lesson 4](4_one_policy.ipynb). `docs/journal.md` has the measurements behind the engine.
 #
 # Timings are of the machine that executed this page, and noisy; the asserts are about ratios that hold anywhere.

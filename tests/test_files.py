@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -438,6 +438,23 @@ with files.lock(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
 """
+
+
+WITHOUT_FCNTL = """
+import pathlib, sys
+sys.modules["fcntl"] = None  # as on Windows: importing it fails
+import cli
+from machinery import files
+with files.lock(pathlib.Path(sys.argv[1])):
+    files.write_json(pathlib.Path(sys.argv[1]) / "x.json", 1)
+"""
+
+
+def test_where_there_are_no_locks_everything_else_works(
+    run_python: Callable[..., Any], tmp_path: Path
+) -> None:
+    run_python(WITHOUT_FCNTL, tmp_path)
+    assert files.read_json(tmp_path / "x.json") == 1
 
 
 def test_a_directory_belongs_to_one_process_until_that_one_dies(tmp_path: Path) -> None:
