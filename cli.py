@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -36,14 +36,25 @@ import uncertain  # noqa: F401 - likewise
 from dataset import Dataset, DatasetConfig
 from envs import Task, TaskConfig, make_task
 from evaluate import EXPERIMENTS, Film, Filming, Subject, averages, film, refuse_empty, summary
-from machinery import demand, estimate, machine, plots, pretrained, runs, viewer
+from machinery import (
+    demand,
+    estimate,
+    machine,
+    plots,
+    pretrained,
+    quotes,
+    reproduction,
+    runs,
+    viewer,
+)
 from machinery.demand import Cast, Setting
 from machinery.driver import Stopped, drive, tell, time_text
-from machinery.files import UserError, read_json, save_arrays, write_json
+from machinery.files import UserError, read_json, save_arrays, write_json, write_safely
 from machinery.gather import Found, accuracies, gather, with_results
 from machinery.plans import STAGES, Asked, Changes, Plan, Planner, changes_of, plain
 from machinery.report import write_report
-from machinery.runs import find_runs, open_stage, read_stage_config, variant
+from machinery.reproduction import OWN, Job
+from machinery.runs import PLAN, find_runs, open_stage, read_stage_config, variant
 from machinery.streams import stream
 from machinery.viewer import Accuracy, Playback
 from me_ls import RULES, Repertoire, load_repertoire, make_search, repertoire_metrics, spread
@@ -79,7 +90,11 @@ def fill_in_registries(params: Sequence[Any]) -> None:
     rules = "; ".join(f"{name}: {rule.about}" for name, rule in RULES.items())
     for param in params:
         if text := getattr(param, "help", None):
-            param.help = text.replace("@rules", rules).replace("@tasks", ", ".join(envs.TASKS))
+            searches = reproduction.content()["searches"]
+            lists = {"@tasks": envs.TASKS, "@parts": reproduction.parts(), "@searches": searches}
+            for word, names in lists.items():
+                text = text.replace(word, ", ".join(names))
+            param.help = text.replace("@rules", rules)
 
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
@@ -191,9 +206,9 @@ class Run(runs.Run):
         """The best epoch of a training."""
         return load_model(self.directory / (name or self.plan.train.model), self.task)
 
-    def subject(self) -> Subject:
-        """What experiments look at."""
-        models = {name: self.model(name) for name in self.model_paths()}
+    def subject(self, experiment: str) -> Subject:
+        """What an experiment looks at."""
+        models = {name: self.model(name) for name in self.models_for(experiment)}
         repertoire = None if self.is_pretrained else self.repertoire()
         return Subject(self.task, self.plan.seed, repertoire, models)
 
@@ -299,8 +314,8 @@ def do_train(
 def do_evaluate(run: Run, experiment: str) -> dict[str, Any]:
     """Runs an experiment and writes RUN/evaluation/EXPERIMENT.json."""
     pruned = experiment == "generalize"
-    result = generalize(run) if pruned else EXPERIMENTS[experiment](run.subject())
-    write_json(run.result_path(experiment), {"inputs": run.inputs(), "result": result})
+    result = generalize(run) if pruned else EXPERIMENTS[experiment](run.subject(experiment))
+    write_json(run.result_path(experiment), {"inputs": run.inputs(experiment), "result": result})
     for line in summary(experiment, result):
         tell(f"{run.plan.search.algo}, {line}")
     return result
@@ -311,7 +326,7 @@ def generalize(run: Run) -> dict[str, Any]:
 
     All of them learn for as many steps as the model of the whole dataset: less is shown, not learned.
     """
-    data, subject, result = run.dataset(), run.subject(), {}
+    data, subject, result = run.dataset(), run.subject("reassess"), {}
     whole = Training(run.task, run.plan.train, data, run.plan.seed)
     as_long = {"train": {"steps_per_epoch": str(whole.steps_per_epoch)}}
     for how in (None, *datasets.PRUNINGS):
@@ -430,6 +445,106 @@ def print_accuracies(found: dict[str, list[Found]]) -> None:
                 near = np.mean(np.array(result["distance"], float) <= good)
                 distance, spread = result["mean_distance"], result["mean_spread"]
                 tell(f"{method:<38}{distance:>10.4f}{near:>15.0%}{spread:>10.4f}")
+
+
+@app.command(cls=RegistryCommand)
+def reproduce(
+    preset: PresetOption = None,
+    task: TaskOption = None,
+    seeds: Annotated[
+        str | None,
+        typer.Option(help="Such as 0-4 or 0,2.", show_default="0-4; tiny: 0"),
+    ] = None,
+    only: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PART,...",
+            help="These alone, numbered as in the paper: @parts.",
+            show_default="everything",
+        ),
+    ] = None,
+    searches: Annotated[
+        str | None,
+        typer.Option(metavar="ALGO,...", help="Of @searches.", show_default="all of them"),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where the runs and the report go.", show_default="runs/reproduce-TASK"),
+    ] = None,
+    set_: SetOption = None,
+) -> None:
+    """All tables and figures: every search, dataset, model, variant and experiment, and the report."""
+    preset, changes = preset or "laptop", changes_of(set_, STAGES)
+    chosen = reproduction.parse_seeds(seeds) if seeds else reproduction.own_seeds(preset)
+    names = [
+        [name.strip() for name in (text or "").split(",") if text] for text in (only, searches)
+    ]
+    jobs = reproduction.plan_jobs(chosen, *names)
+    named = PLANS.asked(Asked(preset, task=task)).task.task
+    maker = Maker(
+        out or Path("runs") / f"reproduce-{named}", Asked(preset, task=task, changes=changes)
+    )
+    reproduction.do_jobs(jobs, maker.is_done, maker.do, maker.out / "times.json")
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Does the jobs of a reproduction: OUT/seed-SEED/ALGO is a run."""
+
+    out: Path
+    asked: Asked
+
+    def directory(self, job: Job) -> Path:
+        return self.out / f"seed-{job.seed}" / job.algo
+
+    def plan(self, job: Job) -> Plan:
+        return PLANS.asked(replace(self.asked, algo=job.algo, seed=job.seed))
+
+    def is_done(self, job: Job) -> bool:
+        """Whether its result is there. A run that was made with another plan is refused."""
+        directory = self.directory(job)
+        if job.stage == "report" or not (directory / PLAN).exists():
+            return False
+        if job.stage == "search":
+            with PLANS.begin_run(directory, self.plan(job)) as plan:
+                return Run(directory, plan).repertoire_path.exists()
+        run = open_run(directory)
+        if job.stage == "dataset":
+            return (directory / variant("dataset", job.what) / "meta.json").exists()
+        if job.stage == "train":
+            name = run.plan.train.model if job.what == OWN else job.what
+            return name in run.model_paths()
+        return run.repertoire_path.exists() and run.is_evaluated(job.what)
+
+    def do(self, job: Job) -> None:
+        if job.stage == "search":
+            do_search(self.directory(job), self.plan(job))
+        elif job.stage == "report":
+            found = found_runs([self.out])
+            page = write_report(found, self.out / "report")
+            print_accuracies(found)
+            tell(f"The report is {page}.")
+        else:
+            self.do_stage(open_run(self.directory(job)), job)
+
+    def do_stage(self, run: Run, job: Job) -> None:
+        if job.stage == "dataset":
+            fields = reproduction.datasets().get(job.what, {})
+            do_dataset(run, {"dataset": as_text(fields)}, job.what or None)
+        elif job.stage == "evaluate":
+            do_evaluate(run, job.what)
+        elif job.what == OWN:
+            do_train(run, {})
+        else:
+            recipe = reproduction.recipes()[job.what]
+            fields = {"model": "qdt"} | recipe.train
+            name = job.what.removeprefix(fields["model"]).removeprefix("-")
+            do_train(run, {"train": as_text(fields)}, name or None, recipe.dataset)
+
+
+def as_text(fields: dict[str, Any]) -> dict[str, str]:
+    """Fields of a file as the command line would give them."""
+    return {name: str(value) for name, value in fields.items()}
 
 
 @app.command(cls=RegistryCommand)
@@ -744,9 +859,24 @@ def report(
     out: Annotated[Path, typer.Option(help="Where report.html and the tables go.")] = Path(
         "report"
     ),
+    fill: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PAGE",
+            help="Also bring the marked tables and numbers of a Markdown page up to date.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Tables and figures of many runs, beside the paper's, in one page."""
-    print(f"The report is {write_report(found_runs(runs), out)}.")
+    found = found_runs(runs)
+    print(f"The report is {write_report(found, out)}.")
+    if fill is not None:
+        if not fill.is_file():
+            raise UserError(f"there is no page {fill}.")
+        filled = quotes.fill(fill.read_text(), fill.parent, found)
+        with write_safely(fill) as file:
+            file.write(filled.encode())
 
 
 # --- what a run would cost --------------------------------------------------------------------------

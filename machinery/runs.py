@@ -108,11 +108,23 @@ class Run:
         found = sorted(paths, key=lambda path: (path.parent.name != own, path))
         return {path.parent.name: path for path in found}
 
-    def inputs(self) -> dict[str, str]:
-        """What results depend on: the checksums of repertoire and models."""
+    def models_for(self, experiment: str) -> list[str]:
+        """Who an experiment is about; models of pruned datasets are generalization's alone."""
+        own, names = self.plan.train.model, list(self.model_paths())
+        if experiment in ("reassess", "reproducibility"):
+            return []
+        if experiment == "calibrate":
+            return [name for name in names if name == own]
+        pruned = [name for name in names if read_stage_config(self.directory / name).get("prune")]
+        if experiment == "generalize":
+            return [name for name in names if name == own or name in pruned]
+        return [name for name in names if name not in pruned]
+
+    def inputs(self, experiment: str) -> dict[str, str]:
+        """What a result depends on: the checksums of repertoire and models."""
         repertoire = {} if self.is_pretrained else {"repertoire": self.repertoire_path}
-        paths = repertoire | self.model_paths()
-        return {name: read_checksum(path) for name, path in paths.items()}
+        models = {name: self.model_paths()[name] for name in self.models_for(experiment)}
+        return {name: read_checksum(path) for name, path in (repertoire | models).items()}
 
     def result_path(self, experiment: str) -> Path:
         return self.directory / "evaluation" / f"{experiment}.json"
@@ -121,7 +133,7 @@ class Run:
         """Whether there is a result, made with the repertoire and the models that are there now."""
         path = self.result_path(experiment)
         content = read_json(path) if path.exists() else None
-        return isinstance(content, dict) and content.get("inputs") == self.inputs()
+        return isinstance(content, dict) and content.get("inputs") == self.inputs(experiment)
 
 
 def variant(stage: str, name: str | None) -> str:

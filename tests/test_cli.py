@@ -553,12 +553,18 @@ def test_an_experiment_is_done_again_only_for_another_model(
     directory = copy("search", "evaluation")
     shutil.copytree(run / "qdt", directory / "qdt")
     opened = cli.open_run(directory)
-    assert opened.is_evaluated("reassess") and not opened.is_evaluated("generalize")
+    assert opened.is_evaluated("accuracy") and not opened.is_evaluated("generalize")
     path = directory / "qdt" / "model.safetensors"
     path.touch()
-    assert opened.is_evaluated("reassess")
+    assert opened.is_evaluated("accuracy")
+    shutil.copytree(directory / "qdt", directory / "qdt-tiles")
+    pruned = read_json(directory / "qdt" / "config.json")
+    pruned["config"]["prune"] = "tiles"
+    (directory / "qdt-tiles" / "config.json").write_text(json.dumps(pruned))
+    assert opened.is_evaluated("accuracy")  # which is not about models of pruned datasets
     save_arrays(path, jax.tree.map(lambda x: x + 1, opened.model()))
-    assert not opened.is_evaluated("reassess")
+    assert not opened.is_evaluated("accuracy") and not opened.is_evaluated("calibrate")
+    assert opened.is_evaluated("reassess")  # which is about the repertoire
 
 
 def test_a_model_of_another_configuration_is_refused(copy: Callable[..., Path], run: Path) -> None:

@@ -11,30 +11,32 @@ import cli
 import pgame_ls  # noqa: F401 - registers its rules
 from envs import make_task
 from machinery.files import UserError
-from machinery.report import (
-    Found,
-    accuracies,
+from machinery.gather import Found, accuracies, read_result, search_curves, training_curves
+from machinery.report import accuracy_rows, figures, write_report
+from machinery.runs import write_plan
+from machinery.tables import (
     accuracy_table,
+    all_tables,
     calibration_table,
+    claims_table,
     csv,
-    figures,
+    departures,
+    findings,
     generalization_table,
     latex,
     markdown,
-    ratio_table,
-    read_result,
     reassessment_table,
-    search_curves,
-    training_curves,
+    variant_tables,
 )
-from machinery.runs import write_plan
 from me_ls import RULES
 
 
 def found(algo: str, seed: int, **results: Any) -> Found:
     plan, rule = cli.PLANS.asked(cli.Asked("tiny", None, None, algo, seed, {})), RULES[algo]
     task, titles = make_task(plan.task), {"qdt": "QDT", "mlp": "MLP"}
-    return Found(Path("run"), cli.plain(plan), task, rule.title, rule.colour, titles, results)
+    plans = cli.plain(plan), cli.paper_plan(plan)
+    about = plans[0], task, rule.title, rule.colour, titles, plans[1]
+    return Found(Path("run"), *about, results)
 
 
 def write_run(directory: Path, algo: str, seed: int, **changes: dict[str, str]) -> None:
@@ -98,17 +100,27 @@ def test_curves_are_averaged_where_all_seeds_have_a_value():
     assert values.tolist() == [[2, 3], [4, 7]]
 
 
-def test_accuracy_is_mean_and_deviation_over_seeds_beside_the_papers():
+def test_accuracy_is_mean_deviation_and_interval_over_seeds_beside_the_papers():
     runs = [
         found("me", seed=0, accuracy={"repertoire": measured(0.1, 0.3)}),
         found("me", seed=1, accuracy={"repertoire": measured(0.3, 0.5), "qdt": measured(0.1, 0.2)}),
     ]
     table = accuracy_table("halfcheetah-uni", runs)
-    assert "Ours: episodes of 30 steps" in table.note and "the paper: episodes of 250" in table.note
+    # Two seeds, 0.2 and 0.4: a deviation of 0.2/√2, and 12.7 = t(0.975, 1) times 0.1 around 0.3.
     assert table.rows == [
-        ["ME", "2", "0.3 ± 0.1", "0.1633 ± 0.0047", "–", "0.6 ± 0.2", "0.1545 ± 0.0045"],
-        ["QDT(ME)", "1", "0.15", "0.12 ± 0", "–", "0.3", "0.13 ± 0"],
-    ]
+        ["ME", "2", "0.3 ± 0.14 [-0.971, 1.57]", "0.1633 ± 0.0047", "25 ± 35",
+         "0.6 ± 0.28 [-1.94, 3.14]", "0.1545 ± 0.0045"],
+        ["QDT(ME)", "1", "0.15", "0.12 ± 0", "100", "0.3", "0.13 ± 0"],
+    ]  # fmt: skip
+    assert "lower is better" in table.note and "within 0.2" in table.note
+
+
+def test_a_caption_says_what_is_not_the_papers_way():
+    note = departures([found("me", 0)], "task", "search")
+    assert "task.length 30 (250)" in note and "search.hidden 32×32 (256×256)" in note
+    assert "search.line_sigma" not in note
+    paper = replace(found("me", 0), plan=found("me", 0).paper)
+    assert departures([paper], "task", "search", "train") == "Made with the paper's settings."
 
 
 def test_goals_that_no_repertoire_reaches_are_told_apart():
@@ -119,8 +131,8 @@ def test_goals_that_no_repertoire_reaches_are_told_apart():
         found("me", 1, reassess={"reachable": [0, 1, 0]}),
     ]
     table = accuracy_table("point-omni", runs)
-    assert table.head[4] == "distance, reachable goals (2 of 3)"
-    assert table.rows == [["ME", "1", "5", "–", "3", "10", "–"]]
+    assert table.head[-1] == "distance to the 2 of 3 goals that can be reached"
+    assert table.rows == [["ME", "1", "5", "–", "0", "10", "–", "3"]]
 
 
 def test_episodes_that_diverged_are_told():
@@ -129,14 +141,123 @@ def test_episodes_that_diverged_are_told():
     assert name == "ME (3 episodes diverged)"
 
 
-def test_ratios_compare_the_same_seeds():
-    """A QDT of seed 0 alone is compared with the repertoire of seed 0, not with the mean of all."""
-    runs = [
-        found("me", seed=0, accuracy={"repertoire": measured(2), "qdt": measured(1)}),
-        found("me", seed=1, accuracy={"repertoire": measured(8)}),
+def test_a_repertoire_after_a_second_look_is_a_row_of_its_own():
+    result = {
+        "repertoire": measured(2),
+        "chosen": measured(1),
+        "mlp": measured(4),
+        "qdt": measured(3),
+    }
+    table = accuracy_table("point-omni", [found("me", 0, accuracy=result)])
+    assert [(row[0], row[2]) for row in table.rows] == [
+        ("ME", "2"),
+        ("ME, chosen after re-evaluation", "1"),
+        ("QDT(ME)", "3"),
+        ("MLP(ME)", "4"),
     ]
-    assert ratio_table("point-omni", runs).rows == [["QDT(ME) / ME", "0.50", "–", "0.50", "–"]]
-    assert ratio_table("ant-omni", runs).rows == [["QDT(ME) / ME", "0.50", "0.73", "0.50", "1.24"]]
+
+
+# --- comparisons ------------------------------------------------------------------------------------
+
+
+def compared(me: list[float], qdt: list[float]) -> list[Found]:
+    """Runs of ME with a distance of the repertoire and one of its QDT, by seed."""
+    return [
+        found("me", seed, accuracy={"repertoire": measured(a), "qdt": measured(b)})
+        for seed, (a, b) in enumerate(zip(me, qdt, strict=True))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("qdt", "verdict"),
+    [
+        ([1.0, 2.0, 3.0], "holds"),  # a unit less in every seed, however much the seeds differ
+        ([3.0, 4.0, 5.0], "does not hold"),
+        ([1.0, 3.1, 4.0], "not distinguishable"),
+    ],
+)
+def test_methods_are_compared_seed_by_seed(qdt: list[float], verdict: str):
+    wobble = [0.0, 0.01, -0.01]
+    runs = compared([2.0, 3.0, 4.0], [x + w for x, w in zip(qdt, wobble, strict=True)])
+    (row,) = [r for r in claims_table("ant-omni", runs).rows if r[0].startswith("QDT(ME) comes")]
+    assert row[1:3] == ["distance", "4.64 against 6.38"] and row[4] == "3" and row[-1] == verdict
+
+
+def test_one_seed_is_no_evidence_and_says_so():
+    """A QDT of seed 0 alone is compared with the repertoire of seed 0, not with the mean of all."""
+    runs = [*compared([2.0], [1.0]), found("me", seed=1, accuracy={"repertoire": measured(8.0)})]
+    (row,) = claims_table("point-omni", runs).rows
+    assert row[2:] == ["–", "1 against 2", "1", "-1", "–", "as claimed, on one seed"]
+
+
+def test_claims_about_repertoires_are_of_the_second_look():
+    metrics = lambda x: {"coverage": x, "max_fitness": 10 * x, "qd_score": 100 * x}  # noqa: E731
+    runs = [
+        found(algo, seed, reassess={"before": metrics(1.0), "after": metrics(share), "spread": 0.1})
+        for algo, shares in (("me", (0.40, 0.42)), ("me-ls", (0.50, 0.521)))
+        for seed, share in enumerate(shares)
+    ]
+    (row,) = claims_table("halfcheetah-uni", runs).rows
+    assert row[:4] == [
+        "re-evaluated, ME-LS covers more than ME",
+        "coverage",
+        "0.55 against 0.43",
+        "0.51 against 0.41",
+    ]
+    assert row[-1] == "holds"
+
+
+def test_the_report_begins_with_what_was_found():
+    def runs(ls: list[float], qdt: list[float]) -> list[Found]:
+        me = [
+            found("me", s, accuracy={"repertoire": measured(6.0 + 0.1 * s)}) for s in range(len(ls))
+        ]
+        return me + [
+            found("me-ls", s, accuracy={"repertoire": measured(a), "qdt": measured(b)})
+            for s, (a, b) in enumerate(zip(ls, qdt, strict=True))
+        ]
+
+    nearer, alike = findings("ant-omni", runs([3.0, 3.2, 3.1], [2.9, 3.3, 3.1]))
+    assert nearer.startswith(
+        "ME-LS comes nearer to its goals than ME: a mean distance of 3.1 against 6.1"
+    )
+    assert "3 seeds; the paper: 3.01 against 6.38" in nearer
+    assert alike.startswith("QDT(ME-LS) and ME-LS are not distinguishable: a mean distance of 3.1")
+    first, second = findings("point-omni", runs([3.0], [4.0]))
+    assert (
+        first
+        == "On the only seed, ME-LS comes nearer to its goals than ME: a mean distance of 3 against 6."
+    )
+    assert "not as near to its goals as ME-LS: a mean distance of 4 against 3." in second
+
+
+def test_a_variant_is_compared_with_what_it_differs_from_in_one_thing():
+    names = {"qdt": 1.0, "qdt-paper": 4.0, "qdt-paper-tokens": 3.0, "qdt-naive": 2.0}
+    runs = [
+        found(
+            "me-ls",
+            seed,
+            accuracy={"repertoire": measured(9.0)}
+            | {
+                name: measured(x + 0.01 * seed * (name == "qdt-paper")) for name, x in names.items()
+            },
+        )
+        for seed in range(3)
+    ]
+    tables = {table.name: table for table in variant_tables("point-omni", runs)}
+    ladder = tables["ladder-point-omni"].rows
+    assert [row[0] for row in ladder] == [
+        "QDT(ME-LS, paper)",
+        "QDT(ME-LS, paper-tokens)",
+        "QDT(ME-LS)",
+    ]
+    assert ladder[0][5:] == ["–", "–", "–", "–"]
+    assert ladder[1][5:7] == ["QDT(ME-LS, paper)", "-1.01"] and ladder[1][-1] == "nearer"
+    # Compared with qdt-paper-typical and qdt-unfiltered, which were not made.
+    assert ladder[2][5:] == tables["demonstrations-point-omni"].rows[1][5:] == ["–", "–", "–", "–"]
+    assert not tables["conditioning-point-omni"].rows
+    rows = [row[0] for row in accuracy_table("point-omni", runs).rows]
+    assert rows == ["ME-LS", "QDT(ME-LS)"]  # variants have tables of their own
 
 
 def test_reassessment_shows_both_repertoires_beside_the_papers():
@@ -155,18 +276,31 @@ def test_calibration_shows_before_and_after_and_what_it_cost():
         for s, b, a in ((0, 4, 2), (1, 6, 2))
     ]
     assert calibration_table("point-omni", runs).rows == [
-        ["QDT(ME-LS)", "2", "1,200", "5 ± 1", "2 ± 0", "10 ± 2", "4 ± 0"]
-    ]
+        ["QDT(ME-LS)", "2", "1,200", "5 ± 1.4", "2 ± 0", "-3", "[-15.7, 9.71]", "not distinguishable",
+         "10 ± 2.8", "4 ± 0"]
+    ]  # fmt: skip
+    assert not accuracy_table("point-omni", runs).rows  # whose rows had no further episodes
 
 
 def test_generalization_counts_the_trajectories_of_each_dataset():
     result = {
-        "all": measured(1) | {"density": [[1000, 1000], [0, 500]]},
+        "all": measured(1) | {"density": [[1000, 1000], [0, 500]], "steps": 900},
         "tiles": measured(3) | {"density": [[1000, 0], [0, 500]]},
     }
     assert generalization_table("point-omni", [found("me-ls", 0, generalize=result)]).rows == [
-        ["QDT(ME-LS)", "all", "1", "2,500", "1", "2"],
-        ["QDT(ME-LS)", "tiles", "1", "1,500", "3", "6"],
+        ["QDT(ME-LS)", "all", "1", "2,500", "900", "1", "–", "–", "–", "2"],
+        [
+            "QDT(ME-LS)",
+            "tiles",
+            "1",
+            "1,500",
+            "not recorded",
+            "3",
+            "+2",
+            "–",
+            "farther, one seed",
+            "6",
+        ],
     ]
 
 
@@ -175,7 +309,7 @@ def test_qdts_of_pruned_datasets_stay_out_of_the_comparison_of_methods():
     names = ["qdt", "qdt-naive", "qdt-tiles", "qdt-naive-density-50"]
     run = found("me-ls", 0, accuracy={"repertoire": {}} | {name: {} for name in names})
     run = replace(run, training={name: [{"epoch": 1, "distance": 0.5}] for name in names})
-    assert set(accuracies([run])) == {"ME-LS", "QDT(ME-LS)", "QDT(ME-LS, naive)"}
+    assert set(accuracies([run])) == {"ME-LS", "QDT(ME-LS)"}
     assert set(training_curves([run], "distance")) == {"QDT(ME-LS)", "QDT(ME-LS, naive)"}
 
 
@@ -201,22 +335,58 @@ def test_figures_have_the_axes_and_the_unit_of_the_task_and_the_colour_of_the_me
         training={"qdt": [{"epoch": x, "distance": 0.5, "max_fitness": x} for x in (1, 2)]},
     )
     drawn = figures("point-omni", [run])
-    assert set(drawn) == {"search", "training", "accuracy"}
+    assert set(drawn) == {"search", "training", "seeds", "accuracy"}
     lines = [line for axes in drawn["search"][1].axes for line in axes.get_lines()]
     assert {line.get_color() for line in lines} == {RULES["me-ls"].colour}
     assert drawn["training"][1].axes[0].get_title() == "distance to the goal (m)"
-    panel, bar = drawn["accuracy"][1].axes
+    panel, still, bar = drawn["accuracy"][1].axes
     assert (panel.get_xlabel(), panel.get_ylabel()) == run.task.axes
-    assert bar.get_ylabel() == "distance to the goal (m)"
+    assert (still.get_xlabel(), still.get_ylabel()) == (run.task.axes[0], "")
+    assert bar.get_ylabel() == "distance to the goal (m),\nup to the 98th percentile"
+
+
+def test_models_are_drawn_below_what_they_learned_from():
+    goals = {"goals": [[3.0, 4.0], [0.0, 0.0]]}
+    me = {name: measured(1, 2) | goals for name in ("repertoire", "chosen", "qdt", "qdt-naive")}
+    runs = [
+        found("me", 0, accuracy=me),
+        found("me", 1, accuracy={"repertoire": measured(8, 8) | goals}),
+        found(
+            "me-ls",
+            0,
+            accuracy={"repertoire": measured(1, 1) | goals, "mlp": measured(5, 5) | goals},
+        ),
+    ]
+    titles = [[panel and panel.title for panel in row] for row in accuracy_rows(runs)]
+    assert titles == [
+        ["ME, seed 0\nmean 1.5", "ME-LS, seed 0\nmean 1", "standing still\nmean 2.5"],
+        ["QDT(ME), seed 0\nmean 1.5", None],
+        [None, "MLP(ME-LS), seed 0\nmean 5"],
+    ]
+
+
+def test_the_page_begins_with_the_findings_and_every_table_says_what_better_means(tmp_path: Path):
+    result = {"repertoire": measured(1, 2) | {"goals": [[0, 0], [1, 1]]}}
+    runs = [found("me", 0, accuracy=result), found("me-ls", 0, accuracy=result)]
+    page = write_report({"point-omni": runs}, tmp_path).read_text()
+    assert page.index("On the only seed") < page.index("<table")
+    assert all("is better" in table.note for table in all_tables("point-omni", runs))
+    assert {path.suffix for path in tmp_path.glob("accuracy-*")} == {
+        ".png", ".pdf", ".md", ".csv", ".tex",
+    }  # fmt: skip
 
 
 def test_a_table_says_the_same_in_three_formats():
     runs = [found("me", s, accuracy={"repertoire": measured(s + 1)}) for s in range(2)]
     table = accuracy_table("point-omni", runs)._replace(head=list("abcdefg"))
-    assert markdown(table).startswith("**Accuracy on point-omni (table 1)**")
-    assert markdown(table).splitlines()[-1] == "| ME | 2 | 1.5 ± 0.5 | – | – | 3 ± 1 | – |"
-    assert csv(table).splitlines()[1] == '"ME","2","1.5 ± 0.5","–","–","3 ± 1","–"'
-    assert r"ME & 2 & 1.5 $\pm$ 0.5 & -- & -- & 3 $\pm$ 1 & -- \\" in latex(table).splitlines()
+    cells = ["ME", "2", "1.5 ± 0.71 [-4.85, 7.85]", "–", "0 ± 0", "3 ± 1.4 [-9.71, 15.7]", "–"]
+    assert markdown(table).startswith(
+        "**Accuracy on point-omni (table 1).** Mean ± sample deviation"
+    )
+    assert markdown(table).splitlines()[-1] == "| " + " | ".join(cells) + " |"
+    assert csv(table).splitlines()[1] == ",".join(f'"{cell}"' for cell in cells)
+    row = " & ".join(cells).replace("±", r"$\pm$").replace("–", "--") + r" \\"
+    assert row in latex(table).splitlines()
 
 
 RIGHT = {"repertoire": measured(1, 2) | {"goals": [[0, 0], [1, 1]]}}

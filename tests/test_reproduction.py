@@ -15,10 +15,6 @@ from machinery.reproduction import Job, do_jobs, parse_seeds, plan_jobs, recipes
 from me_ls import RULES
 
 
-def text(fields: dict[str, Any]) -> dict[str, str]:
-    return {name: str(value) for name, value in fields.items()}
-
-
 def settings(preset: str, model: str, algo: str = "me-ls") -> dict[str, Any]:
     """All that a model of the reproduction is made with: of its dataset and of its training."""
     recipe = recipes().get(model, reproduction.Recipe((algo,), None, {}))
@@ -26,7 +22,8 @@ def settings(preset: str, model: str, algo: str = "me-ls") -> dict[str, Any]:
         "dataset": reproduction.datasets().get(recipe.dataset or "", {}),
         "train": recipe.train,
     }
-    plan = cli.asked_plan(preset, None, None, algo, 0, {n: text(f) for n, f in changes.items()})
+    changed = {name: cli.as_text(fields) for name, fields in changes.items()}
+    plan = cli.PLANS.asked(cli.Asked(preset, algo=algo, seed=0, changes=changed))
     return {
         f"{stage}.{name}": value
         for stage in ("dataset", "train")

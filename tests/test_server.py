@@ -404,7 +404,7 @@ def test_the_map_has_colours_after_the_evaluation_only(run):
     goals = np.zeros((run.task.zones, 2))
     measured = {"goals": goals, "distance": np.full(len(goals), np.nan)}
     result = {"repertoire": measured, "qdt": measured}
-    write_json(run.result_path("accuracy"), {"inputs": run.inputs(), "result": result})
+    write_json(run.result_path("accuracy"), {"inputs": run.inputs("accuracy"), "result": result})
     accuracy = run.accuracy_map()
     assert accuracy is not None and set(accuracy.distance) == {"model", "repertoire"}
     assert accuracy.goals.shape == (run.task.zones, 2)
