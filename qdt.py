@@ -184,6 +184,7 @@ class Scale(eqx.Module):
 
 
 REMEMBERED = 512  # descriptors that a model remembers
+NEIGHBOURS = 4  # of them that stand for a target beyond all: one alone may have been an accident
 
 
 class Statistics(eqx.Module):
@@ -228,12 +229,11 @@ class Statistics(eqx.Module):
         return wanted
 
     def within(self, target: Float[Array, " d"]) -> Float[Array, " d"]:
-        """The target, or what is nearest to it and not farther than the margin from what was shown."""
-        away = target - self.shown
-        distance = jnp.sqrt(jnp.sum(away**2, axis=1))
-        nearest = jnp.argmin(distance)
-        share = jnp.minimum(1.0, self.margin / jnp.maximum(distance[nearest], 1e-9))
-        return target - (1 - share) * away[nearest]
+        """The target; or, if it lies beyond the margin, the middle of what was shown next to it."""
+        distance = jnp.sqrt(jnp.sum((target - self.shown) ** 2, axis=1))
+        nearest = jnp.argsort(distance)[:NEIGHBOURS]
+        edge = jnp.mean(self.shown[nearest], axis=0)
+        return jnp.where(distance[nearest[0]] > self.margin, edge, target)
 
 
 class ConditionedPolicy(eqx.Module):

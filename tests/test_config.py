@@ -4,7 +4,7 @@ import dataclasses
 import tomllib
 import types
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
 from hypothesis import given
@@ -55,13 +55,13 @@ def test_what_is_not_set_is_none_and_can_be_unset() -> None:
 
 def fits(value: Any, kind: Any) -> bool:
     """Whether a value is exactly of the type that a field says."""
-    if get_origin(kind) is types.UnionType:
+    if get_origin(kind) in (Union, types.UnionType):
         return any(fits(value, part) for part in get_args(kind))
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     if get_origin(kind) is tuple:
         return type(value) is tuple and all(fits(part, get_args(kind)[0]) for part in value)
-    return type(value) is kind
+    return value is None if kind is type(None) else type(value) is kind
 
 
 JSON = st.recursive(

@@ -47,6 +47,8 @@ ONE_CHANGE = [
     {"dataset.action_noise"},
     {"dataset.naive"},
     {"train.conditioning", "dataset.achieved"},
+    {"train.beginnings"},
+    {"train.stay_within"},
 ]
 
 
@@ -70,7 +72,8 @@ def test_the_papers_recipe_is_the_papers() -> None:
         "train.width",
         "train.batch_size",
     }
-    sizes |= {"train.epochs", "train.evaluate_every", "train.held_out"}
+    sizes |= {"train.epochs", "train.steps_per_epoch", "train.evaluate_every", "train.held_out"}
+    sizes |= {"train.beginning_steps"}  # of which the recipe has none
     assert {name for name in ours if ours[name] != paper[name]} == sizes
 
 
