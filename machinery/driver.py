@@ -52,12 +52,12 @@ def drive(
     `work` is what a step accomplishes, such as ("steps", 320000): it is logged as a total and as a rate.
     `show` names the metrics for the progress line; `check` may refuse to go on.
     """
-    show_line(f"{title:<11} getting ready; the first time on a machine, programs are compiled")
     state = algorithm.init(init)
     restored = stage.restore(state)
     start, state = restored if restored else (0, state)
     state = replicate(state)
     stage.rewind_metrics(before=start)
+    show_line(f"{title:<11} getting ready; the first time on a machine, programs are compiled")
     progress = Progress(title, total, start)
     saved_at = logged_at = time.monotonic()
     logged, shown = start, {}
