@@ -31,7 +31,7 @@ from envs import Episodes, State, Task, rollout
 from machinery.config import find, require_at_least, require_layers
 from machinery.files import UserError, load_arrays
 from machinery.machine import devices, replicate
-from machinery.streams import stream
+from machinery.streams import Seed, normals, stream
 
 
 @dataclass(frozen=True)
@@ -400,19 +400,19 @@ def vary(
     x_key, y_key, iso_key, line_key = jax.random.split(key, 4)
     x, y = (select(repertoire, count, key=k) for k in (x_key, y_key))
     leaves, structure = jax.tree.flatten(x)
-    iso_keys = jax.tree.unflatten(structure, list(jax.random.split(iso_key, len(leaves))))
+    iso_seeds = jax.tree.unflatten(structure, list(jax.random.bits(iso_key, (len(leaves), 2))))
     along = line_sigma * jax.random.normal(line_key, (count,))
 
     # Drawing the noise is most of the work: each device draws a share, where shares are equal.
     shared = PartitionSpec("device" if count % devices().size == 0 else None)
 
-    def mix(x: Array, y: Array, key: Key[Array, ""]) -> Array:
-        noise = iso_sigma * jax.random.normal(key, x.shape)
+    def mix(x: Array, y: Array, seed: Seed) -> Array:
+        noise = iso_sigma * normals(seed, x.shape)
         noise = jax.lax.with_sharding_constraint(noise, NamedSharding(devices(), shared))
         varied = x + noise + jnp.expand_dims(along, range(1, x.ndim)) * (y - x)
         return jax.lax.with_sharding_constraint(varied, NamedSharding(devices(), PartitionSpec()))
 
-    return jax.tree.map(mix, x, y, iso_keys)
+    return jax.tree.map(mix, x, y, iso_seeds)
 
 
 # --- the search -----------------------------------------------------------------------------------

@@ -2,10 +2,11 @@
 
     python benchmarks/qdt.py [--json FILE] [--torch-python PY]
 
-PY is a Python with torch and transformers, in which this file runs again to time Hugging Face's
-DecisionTransformerModel on the same sizes, batch and dropout. Ours and theirs take turns with the
-same number of tries, and the ratio is the median over the turns: what else runs on the machine then
-disturbs both alike. Best of ours against best of theirs would compare two different moments.
+PY is a Python with torch and transformers, in which this file runs again to time two peers on the same
+sizes, batch and dropout: Hugging Face's DecisionTransformerModel, and what one would write in PyTorch
+today, with `scaled_dot_product_attention` and, where it works and helps, `torch.compile`. Ours and theirs
+take turns with the same number of tries, and the ratio is the median over the turns: what else runs on the
+machine then disturbs all alike. Best of ours against best of theirs would compare different moments.
 """
 
 import argparse
@@ -51,16 +52,34 @@ def train_step(config, model, moments, trajectories) -> None:
     )
 
 
-# ------------------------------------------------------------------- the peer, under its Python
+# ------------------------------------------------------------------ the peers, under their Python
 
 
-def serve_torch(name: str) -> None:
+def serve_torch(peer: str, name: str) -> None:
     """Times one training step for every line that comes in, and prints its seconds."""
+    import torch
+
+    torch.set_num_threads(2)
+    about, step = PEERS[peer](name)
+    print(f"torch {torch.__version__}, {about}", flush=True)
+    for _ in sys.stdin:
+        print(min(seconds(step) for _ in range(TRIES)), flush=True)
+
+
+def torch_data(batch: int):
+    import torch
+
+    states = torch.randn(batch, STEPS, ANT["observation"])
+    actions = torch.rand(batch, STEPS, ANT["action"]) * 2 - 1
+    return states, actions
+
+
+def hugging_face(name: str):
+    """What it is, and one step of its training."""
     import torch
     import transformers
 
     transformers.logging.set_verbosity_error()
-    torch.set_num_threads(2)
     size = MODELS[name]
     batch = size["batch"]
     model = transformers.DecisionTransformerModel(
@@ -80,8 +99,7 @@ def serve_torch(name: str) -> None:
         )
     ).train()
     optimiser = torch.optim.AdamW(model.parameters(), lr=7e-4)
-    states = torch.randn(batch, STEPS, ANT["observation"])
-    actions = torch.rand(batch, STEPS, ANT["action"]) * 2 - 1
+    states, actions = torch_data(batch)
     # Its conditioning is a return of one number where ours is a descriptor of two.
     returns = torch.randn(batch, STEPS, 1)
     timesteps = torch.arange(STEPS).expand(batch, STEPS)
@@ -101,9 +119,82 @@ def serve_torch(name: str) -> None:
 
     step()
     attention = model.encoder.config._attn_implementation
-    print(torch.__version__, transformers.__version__, attention, flush=True)
-    for _ in sys.stdin:
-        print(min(seconds(step) for _ in range(TRIES)), flush=True)
+    return f"transformers {transformers.__version__}, {attention} attention", step
+
+
+def plain_torch(name: str):
+    """A GPT as one would write it today, compiled if that works on this machine and is faster."""
+    import torch
+    from torch import nn
+    from torch.nn import functional
+
+    size, drop = MODELS[name], 0.1
+    width, heads, batch = size["width"], size["heads"], size["batch"]
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm_attention, self.norm_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+            self.query_key_value = nn.Linear(width, 3 * width)
+            self.mix = nn.Linear(width, width)
+            self.expand, self.contract = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+            self.dropout = nn.Dropout(drop)
+
+        def forward(self, x):
+            rows, tokens, _ = x.shape
+            qkv = self.query_key_value(self.norm_attention(x))
+            q, k, v = qkv.view(rows, tokens, 3, heads, -1).permute(2, 0, 3, 1, 4)
+            y = functional.scaled_dot_product_attention(q, k, v, dropout_p=drop, is_causal=True)
+            x = x + self.dropout(self.mix(y.transpose(1, 2).reshape(rows, tokens, width)))
+            y = self.contract(functional.relu(self.expand(self.norm_mlp(x))))
+            return x + self.dropout(y)
+
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            sizes = ANT["descriptor"], ANT["observation"], ANT["action"]
+            self.embed = nn.ModuleList(
+                nn.Sequential(nn.Linear(n, width), nn.LayerNorm(width)) for n in sizes
+            )
+            self.time = nn.Embedding(STEPS, width)
+            self.layers = nn.ModuleList(Layer() for _ in range(size["layers"]))
+            self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, ANT["action"])
+
+        def forward(self, *inputs):
+            time = self.time.weight
+            tokens = [embed(x) + time for embed, x in zip(self.embed, inputs, strict=True)]
+            x = torch.stack(tokens, dim=2).reshape(batch, 3 * STEPS, width)
+            x = functional.dropout(x, drop)
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(self.norm(x[:, 1::3]))
+
+    model = Plain().train()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=7e-4, fused=True)
+    states, actions = torch_data(batch)
+    descriptor = torch.randn(batch, 1, ANT["descriptor"]).expand(batch, STEPS, -1)
+
+    def step_of(forward):
+        def step():
+            predicted = forward(descriptor, states, actions)
+            optimiser.zero_grad()
+            ((predicted - actions) ** 2).mean().backward()
+            optimiser.step()
+
+        step()
+        return min(seconds(step) for _ in range(TRIES)), step
+
+    plain = step_of(model)
+    try:
+        compiled = step_of(torch.compile(model))
+    except Exception:  # no compiler, or one that it cannot use: many kinds of error
+        return "plain GPT (torch.compile does not work here)", plain[1]
+    if compiled[0] < plain[0]:
+        return "plain GPT, compiled", compiled[1]
+    return "plain GPT (torch.compile is slower here)", plain[1]
+
+
+PEERS = {"hugging_face": hugging_face, "plain": plain_torch}
 
 
 # ------------------------------------------------------------------------------------- training
@@ -148,30 +239,31 @@ def measure_training(name: str, torch_python: str | None) -> dict:
         train_step(*training)
 
     result = {"batch": batch, "compile_seconds": seconds(step)}
-    peer = None
-    if torch_python:
-        command = [torch_python, __file__, "--serve-torch", name]
-        peer = subprocess.Popen(command, stdin=-1, stdout=-1, text=True)
-        result["peer"] = "torch {}, transformers {}, {} attention".format(
-            *peer.stdout.readline().split()
-        )
-    ours, theirs, peaks = [], [], []
+    peers = {}
+    for peer in PEERS if torch_python else ():
+        command = [torch_python, __file__, "--serve-torch", peer, name]
+        peers[peer] = subprocess.Popen(command, stdin=-1, stdout=-1, text=True)
+        result[peer] = {"about": peers[peer].stdout.readline().strip()}
+    ours, theirs, peaks = [], {peer: [] for peer in peers}, []
     for _ in range(TURNS):
         peaks.append(matrix_peak())
         ours.append(min(seconds(step) for _ in range(TRIES)))
-        if peer:
-            print("step", file=peer.stdin, flush=True)
-            theirs.append(float(peer.stdout.readline()))
+        for peer, process in peers.items():
+            print("step", file=process.stdin, flush=True)
+            theirs[peer].append(float(process.stdout.readline()))
     result["trajectories_per_second"] = batch / min(ours)
     result["gflops"] = operations(**sizes) * batch / min(ours) / 1e9
     # Best against best, so that a peak taken while others worked cannot flatter the share.
     result["peak_gflops"] = max(peaks)
     result["share_of_peak"] = result["gflops"] / max(peaks)
-    if peer:
-        peer.communicate()
-        result["torch_trajectories_per_second"] = batch / min(theirs)
-        result["ratio_of_each_turn"] = [b / a for a, b in zip(ours, theirs, strict=True)]
-        result["ratio"] = statistics.median(result["ratio_of_each_turn"])
+    for peer, process in peers.items():
+        process.communicate()
+        ratios = [b / a for a, b in zip(ours, theirs[peer], strict=True)]
+        result[peer] |= {
+            "trajectories_per_second": batch / min(theirs[peer]),
+            "ratio_of_each_turn": ratios,
+            "ratio": statistics.median(ratios),
+        }
     return result
 
 
@@ -276,10 +368,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     parser.add_argument("--torch-python", help="a Python with torch and transformers")
-    parser.add_argument("--serve-torch", choices=MODELS, help=argparse.SUPPRESS)
+    parser.add_argument("--serve-torch", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
     if "--serve-torch" in sys.argv:
-        return serve_torch(sys.argv[-1])
+        return serve_torch(*sys.argv[-2:])
 
     import jax
 
@@ -292,8 +384,8 @@ def main() -> None:
     numbers = {}
     for name, suffix in (("width-128", ""), ("paper", "_paper")):
         numbers[name] = training = measure_training(name, arguments.torch_python)
-        if "ratio" in training:
-            numbers[f"train_ratio_torch{suffix}"] = training["ratio"]
+        if arguments.torch_python:
+            numbers[f"train_ratio_torch{suffix}"] = min(training[peer]["ratio"] for peer in PEERS)
     numbers["decode"] = measure_decoding()
     numbers["decode_speedup_250"] = numbers["decode"]["250"]["speedup"]
     command = [sys.executable, __file__, "--memory"]

@@ -5,7 +5,10 @@
 `PY` is a Python of its own in which QDax is installed (`pip install qdax==0.5.0`); it is never a
 dependency of this project. Everything is measured in one run, in turns, because machines are noisy; the
 ratios count. What is played: 64 policies of (256, 256) × 10 episodes × 250 steps, as one generation of
-MAP-Elites Low-Spread. "bare" is the same episodes with constant actions instead of policies.
+MAP-Elites Low-Spread. "bare" is the same episodes with constant actions instead of policies; "limit" is the
+share of what the machine could do: the scalar operations that `lanes` leaves of a step's physics, times the
+bare steps per second, over the measured peak of multiplications and additions on vectors. "single" is the
+speed of ten times as many policies with one episode each, as MAP-Elites plays them, over the engine's.
 """
 
 import argparse
@@ -47,17 +50,56 @@ def ours(policies: int, length: int, repeats: int) -> dict[str, dict[str, float]
 
     results = {}
     for name in TASKS:
-        task = envs.make_task(envs.TaskConfig(name, length=length))
+        task = envs.make_task(envs.TaskConfig(name, length=length, robot="brax"))  # as QDax
         keys = replicate(jax.random.split(jax.random.key(0), (policies, EPISODES)))
         networks = replicate(me_ls.random_policies(task, (256, 256), keys[:, 0]))
         constant = replicate(Constant(jnp.full((policies, task.action_size), 0.1)))
+        alone = replicate(keys.reshape(-1, 1))
+        many = replicate(me_ls.random_policies(task, (256, 256), alone[:, 0]))
         work = {
             "bare": lambda t=task, c=constant, k=keys: envs.rollout(t, c, k),
             "engine": lambda t=task, n=networks, k=keys: envs.rollout(t, n, k),
+            "single": lambda t=task, n=many, k=alone: envs.rollout(t, n, k),
         }
         steps = policies * EPISODES * length
-        results[name] = {n: steps / s for n, s in in_turns(work, repeats).items()}
+        row = {n: steps / s for n, s in in_turns(work, repeats).items()}
+        row["operations"] = operations_of_a_step(task)
+        row["limit"] = row["bare"] * row["operations"] / vector_peak()
+        results[name] = row
     return results
+
+
+def operations_of_a_step(task: Any) -> int:
+    """Scalar operations of one step's physics."""
+    import jax
+
+    from machinery import lanes
+
+    state = jax.eval_shape(task.reset, jax.random.key(0))
+    action = jax.ShapeDtypeStruct((task.action_size,), "float32")
+    return lanes.count(task.step, state, action)
+
+
+def vector_peak(chains: int = 12, length: int = 1000, episodes: int = 4096) -> float:
+    """Multiplications and additions per second of all devices, on numbers that stay in registers."""
+    import jax
+    import jax.numpy as jnp
+
+    from machinery import lanes
+
+    @lanes.in_lanes
+    def work(x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, _: (0.5 * x + 1.0, None), x, length=length)[0]
+
+    numbers = jnp.ones((episodes, chains))
+    shares = [jax.device_put(numbers, device) for device in jax.local_devices()]
+    once = jax.jit(jax.vmap(work))
+
+    def all_devices() -> list[jax.Array]:
+        return [once(x) for x in shares]
+
+    seconds = in_turns({"peak": all_devices}, 9)["peak"]
+    return len(shares) * episodes * lanes.count(work, numbers[0]) / seconds
 
 
 def in_turns(work: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
@@ -160,9 +202,11 @@ def main() -> None:
         peer(options.peer, options.policies, options.length)
         return
     results = ours(options.policies, options.length, options.repeats)
-    print(f"{'steps per second':<18}{'bare':>10}{'engine':>10}{'QDax':>10}{'ratio':>8}")
+    titles = f"{'steps per second':<18}{'bare':>10}{'limit':>8}{'engine':>10}{'single':>8}"
+    print(f"{titles}{'QDax':>10}{'ratio':>8}")
     for name, row in results.items():
-        line = f"{name:<18}{row['bare']:>10,.0f}{row['engine']:>10,.0f}"
+        line = f"{name:<18}{row['bare']:>10,.0f}{row['limit']:>8.1%}{row['engine']:>10,.0f}"
+        line += f"{row['single'] / row['engine']:>8.2f}"
         if options.qdax_python:
             row["qdax"] = qdax(options.qdax_python, name, options.policies, options.length)
             line += f"{row['qdax']:>10,.0f}{row['engine'] / row['qdax']:>8.2f}"

@@ -57,6 +57,7 @@ def drive(
     start, state = restored if restored else (0, state)
     state = replicate(state)
     stage.rewind_metrics(before=start)
+    show_line(f"{title:<11} getting ready; the first time on a machine, programs are compiled")
     progress = Progress(title, total, start)
     saved_at = logged_at = time.monotonic()
     logged, shown = start, {}
@@ -133,12 +134,11 @@ class Progress:
         self.title, self.total, self.first = title, total, done
         self.started = time.monotonic()
         self.last_shown = -math.inf
-        self.live = sys.stderr.isatty()
 
     def due(self, done: int) -> bool:
         """Whether it is time for a new line: five times a second on a terminal, rarely in a log."""
         waited = time.monotonic() - self.last_shown
-        return waited > (0.2 if self.live else 30) or done == self.total
+        return waited > (0.2 if sys.stderr.isatty() else 30) or done == self.total
 
     def update(self, done: int, **values: Any) -> None:
         now = self.last_shown = time.monotonic()
@@ -149,13 +149,19 @@ class Progress:
         shown = "  ".join(f"{name} {_number_text(v)}" for name, v in values.items())
         line = f"{self.title:<11} {'█' * filled}{'·' * (16 - filled)} {done}/{self.total}  {shown}"
         line += f"  {time_text(elapsed)} + {left} left"
-        if is_writer():
-            end = "" if self.live else "\n"
-            print(f"\r\x1b[K{line}" if self.live else line, end=end, file=sys.stderr, flush=True)
+        show_line(line)
 
     def close(self) -> None:
-        if self.live and is_writer():
+        if sys.stderr.isatty() and is_writer():
             print(file=sys.stderr)
+
+
+def show_line(line: str) -> None:
+    """In place of the line before on a terminal, below it in a log."""
+    live = sys.stderr.isatty()
+    if is_writer():
+        end = "" if live else "\n"
+        print(f"\r\x1b[K{line}" if live else line, end=end, file=sys.stderr, flush=True)
 
 
 def _number_text(value: Any) -> str:

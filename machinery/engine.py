@@ -26,6 +26,7 @@ from machinery.fusion import shared_work
 from machinery.machine import devices
 
 VECTOR = 32  # numbers that a CPU core works on in one pass of a vectorised loop
+CACHE = 10 << 20  # bytes of members that a CPU core reads again at every step: its share of a cache
 
 
 def map_episodes(
@@ -45,7 +46,9 @@ def map_episodes(
     if chunk < 1:
         raise UserError(f"a chunk must hold at least one episode, not {chunk}.")
     count, episodes = keys.shape
-    schedule = Schedule.of(count, episodes, chunk)
+    arrays = jax.tree.leaves(eqx.filter(members, eqx.is_array))
+    most = CACHE * count // max(1, sum(x.nbytes for x in arrays)) if machine.on_cpu() else count
+    schedule = Schedule.of(count, episodes, chunk, most)
     batches = _split(schedule, members, keys)
     with shared_work() if share_work else contextlib.nullcontext():
         results = [_run(function, share_work, *batch) for batch in batches]
@@ -66,13 +69,15 @@ class Schedule(eqx.Module):
     batches: int
 
     @staticmethod
-    def of(members: int, episodes: int, chunk: int) -> "Schedule":
+    def of(members: int, episodes: int, chunk: int, most: int) -> "Schedule":
+        """Chunks of about `chunk` episodes and at most `most` groups, as long as these fill a vector."""
         # Whole vectors: 160 episodes are played half as fast again as 120, whose last 24 go one by one.
         group_size = min(episodes, chunk, VECTOR)
         groups_per_member = -(-episodes // group_size)
         groups = members * groups_per_member
         fill = VECTOR // math.gcd(VECTOR, group_size)
         per_chunk = round(chunk // group_size / fill) * fill or chunk // group_size
+        per_chunk = min(per_chunk, max(fill, most // fill * fill))
         # With few groups a chunk is smaller than it could be, so that no device has nothing to do.
         per_chunk = min(per_chunk, -(-groups // devices().size))
         per_batch = max(1, per_chunk) * devices().size

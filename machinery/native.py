@@ -17,6 +17,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -348,6 +349,8 @@ def _build(source: str, compiler: str, about: bytes) -> str | None:
             (Path(own) / "lanes.c").write_text(source)
             command = [compiler, *FLAGS, "-w", "-shared", "-fPIC", f"-I{jax.ffi.include_dir()}"]
             command += [f"{own}/lanes.c", "-o", f"{own}/lanes.so", "-lm"]
+            if files.is_writer():
+                print("compiling the physics, once on this machine", file=sys.stderr, flush=True)
             if subprocess.run(command, capture_output=True, check=False).returncode:
                 return None
             os.replace(f"{own}/lanes.so", library)

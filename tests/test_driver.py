@@ -187,7 +187,8 @@ def test_progress_is_one_line_with_what_is_done_and_how_it_goes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     walk(tmp_path)
-    first, *_, last = capsys.readouterr().err.splitlines()
+    before, first, *_, last = capsys.readouterr().err.splitlines()
+    assert before.startswith("walk ") and "getting ready" in before
     assert first.startswith("walk ") and "1/9" in first
     assert "9/9" in last and "metres 40" in last and "far " in last
     assert last.endswith("left")

@@ -14,6 +14,8 @@ import pytest
 
 import envs
 from envs import Episodes, State, Task, TaskConfig, make_task, rollout
+from machinery import machine
+from machinery.engine import Schedule
 from machinery.files import UserError
 from me_ls import MLP, random_policies
 
@@ -423,6 +425,17 @@ def test_actions_are_played_within_their_limits(point: Task) -> None:
     seen = rollout(point, strong, keys_for(1, 1), record=envs.transitions).recorded
     assert (seen.actions[:, :, :-1] == 1).all()
     np.testing.assert_allclose(seen.rewards[:, :, 1:], -np.sqrt(2), rtol=1e-6)
+
+
+def test_a_chunk_holds_no_more_members_than_a_core_reads_again_at_every_step() -> None:
+    def at_once(members: int, episodes: int, most: int) -> int:
+        batch = Schedule.of(members, episodes, chunk=128, most=most).groups_per_batch
+        return batch // machine.devices().size
+
+    assert at_once(1000, 1, most=1000) == 128
+    assert at_once(1000, 1, most=70) == 64
+    assert at_once(1000, 1, most=3) == 32  # fewer would not fill a vector
+    assert at_once(100, 10, most=34) == at_once(100, 10, most=100) == 16
 
 
 # --- divergence -----------------------------------------------------------------------------------

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 
 import envs
 from envs import Task
-from machinery.streams import ORDERS, STREAMS, generator, stream
+from machinery.streams import ORDERS, STREAMS, generator, normals, stream
 from me_ls import SearchConfig, make_search
 
 SEEDS = (0, 1, 2, 7, 2**31 - 1)
@@ -135,3 +136,15 @@ def test_the_goal_episodes_of_a_training_do_not_start_like_the_search(point: Tas
         starts[name] = bits(jax.random.split(stream(seed, name), shape))
     together = np.concatenate(list(starts.values()))
     assert len(np.unique(together)) == len(together) == 7 * 1000
+
+
+def test_much_noise_is_normal_and_independent() -> None:
+    seeds = jax.random.bits(jax.random.key(0), (3, 2))
+    drawn = np.stack([normals(seed, (400, 500)) for seed in seeds])
+    for of_seed in drawn:
+        assert scipy.stats.kstest(of_seed.ravel(), "norm").pvalue > 0.001
+    assert 4 < np.abs(drawn).max() < 6
+    pairs = [(drawn[0], drawn[1]), (drawn[0], drawn[2])]
+    pairs += [(drawn[:, 1:], drawn[:, :-1]), (drawn[..., 1:], drawn[..., :-1])]  # neighbours
+    for one, other in pairs:
+        assert abs(np.mean(one * other)) < 0.01
