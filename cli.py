@@ -781,9 +781,11 @@ def cast_of(run: Run, starts: int) -> Cast:
         players["repertoire"], titles["repertoire"] = run.repertoire(), "nearest policy"
         refuse_empty(players["repertoire"])
 
-    def play(who: str, target: Sequence[float], seed: int, noise: float) -> list[Playback]:
+    def play(
+        who: str, targets: Sequence[Sequence[float]], seed: int, noise: float
+    ) -> list[Playback]:
         (keys,) = jax.random.split(stream(seed, "act"), (1, starts))  # as `qdt act` has them
-        return playbacks_of(film(task, players[who], jnp.array(target, float), keys, noise))
+        return playbacks_of(film(task, players[who], jnp.array(targets, float), keys, noise))
 
     noise = float(model.statistics.action_noise)
     return Cast(setting_of(run), titles, noise, play, run.accuracy_map())

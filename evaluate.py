@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
-from envs import Episodes, State, Task, identity, path, rollout
+from envs import Episodes, Policy, State, Task, identity, path, rollout
 from machinery.files import UserError
 from machinery.streams import stream
 from me_ls import (
@@ -326,36 +326,59 @@ class Shaken(eqx.Module):
         return jnp.clip(action, -1.0, 1.0) + self.noise * shake, memory
 
 
-class Towards(eqx.Module):
-    """Makes the policy of a target that stands in its place."""
+class InTurns(eqx.Module):
+    """A policy that may be another one in every part of the episode; all of them remember alike."""
 
-    model: ConditionedPolicy
+    members: PyTree  # stacked along the parts
+    policy: Callable[[Any], Policy]  # of a member
+    length: int = eqx.field(static=True)
 
-    def __call__(self, member: Shaken) -> Shaken:
-        return Shaken(self.model.policy(member.policy), member.key, member.noise)
+    def at(self, time: int | Int[Array, ""]) -> Policy:
+        parts = len(jax.tree.leaves(self.members)[0])
+        part = jnp.minimum(time * parts // self.length, parts - 1)
+        return self.policy(jax.tree.map(lambda x: x[part], self.members))
+
+    def start(self) -> Any:
+        return self.at(0).start()
+
+    def act(self, memory: Any, state: State) -> tuple[Float[Array, " action"], Any]:
+        return self.at(state.time).act(memory, state)
+
+
+class TakeTurns(eqx.Module):
+    """Makes the policy of the members that stand in its place, one for each part of the episode."""
+
+    policy: Callable[[Any], Policy]
+    length: int = eqx.field(static=True)
+
+    def __call__(self, shaken: Shaken) -> Shaken:
+        turns = InTurns(shaken.policy, self.policy, self.length)
+        return Shaken(turns, shaken.key, shaken.noise)
 
 
 def film(
     task: Task,
     player: Repertoire | ConditionedPolicy,
-    target: Float[Array, " d"],
+    targets: Float[Array, "parts d"],
     starts: Key[Array, " starts"],
     noise: float,
 ) -> Film:
-    """A conditioned policy, or the nearest one of a repertoire, plays towards a target from some starts.
+    """A conditioned policy, or the nearest ones of a repertoire, play towards a target from some starts.
 
-    The same episodes as `play` and `rollout` would play with this noise.
+    Each part of the episode has its own target: one that stays is the same in all of them, and then these
+    are the episodes that `play` and `rollout` would play with this noise.
     """
-    who, policy = target, identity
+    members, policy = targets, identity
     if isinstance(player, Repertoire):
-        (cell,) = nearest_policy(player, target[None])
-        who = jax.tree.map(lambda x: x[cell], player.policies)
+        cells = nearest_policy(player, targets)
+        members = jax.tree.map(lambda x: x[cells], player.policies)
     else:
-        policy = Towards(player)
-    each = jax.tree.map(lambda x: jnp.repeat(x[None], len(starts), axis=0), who)
+        policy = player.policy
+    each = jax.tree.map(lambda x: jnp.repeat(x[None], len(starts), axis=0), members)
     noise_keys = jax.vmap(lambda key: jax.random.split(key)[1])(starts)
-    members = Shaken(each, noise_keys, jnp.full(len(starts), noise))
-    played = rollout(task, members, starts[:, None], policy, Filming(task))
+    shaken = Shaken(each, noise_keys, jnp.full(len(starts), noise))
+    turns = TakeTurns(policy, task.length)
+    played = rollout(task, shaken, starts[:, None], turns, Filming(task))
     return jax.tree.map(lambda x: x[:, 0], played.recorded)
 
 

@@ -20,6 +20,8 @@ from machinery.driver import tell
 from machinery.files import UserError, write_safely
 from machinery.viewer import Accuracy, Playback, Scene
 
+PARTS = 25  # of an episode that is served; in each of them another target may be asked for
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -141,14 +143,17 @@ class Cast:
     setting: Setting
     titles: dict[str, str]  # by the names they are asked for by; the first one opens the page
     noise: float  # on the actions, if it is switched on
-    film: Callable[[str, Sequence[float], int, float], list[Playback]]  # who, target, seed, noise
+    # Of who plays, the targets of all parts of the episode, the seed of the starts, and the noise.
+    film: Callable[[str, Sequence[Sequence[float]], int, float], list[Playback]]
     accuracy: Accuracy | None = None
 
     def play(self, wish: server.Wish) -> dict[str, Any]:
         noise = self.noise if wish.noise else 0.0
-        films = {who: self.film(who, wish.target, wish.seed, noise) for who in wish.players}
+        *before, last = wish.targets
+        targets = [*before, *[last] * (PARTS - len(before))]  # the program has all parts
+        films = {who: self.film(who, targets, wish.seed, noise) for who in wish.players}
         with told_if_diverged():
-            return viewer.pack(self.setting.scene, films, wish.target)
+            return viewer.pack(self.setting.scene, films, last)
 
 
 def serve(cast: Cast, host: str, port: int, seed: int) -> None:
@@ -160,14 +165,14 @@ def serve(cast: Cast, host: str, port: int, seed: int) -> None:
         for who, title in cast.titles.items():
             tell(f"{title} gets ready to play; this compiles, once.")
             began = time.monotonic()
-            rehearsal = partial(cast.film, who, middle, seed, cast.noise)
+            rehearsal = partial(cast.film, who, [middle] * PARTS, seed, cast.noise)
             films[who] = worker.submit(rehearsal).result()
             tell(f"Ready after {time.monotonic() - began:.1f} s.")
         opening = next(iter(films.values()))
         with told_if_diverged():
-            live = viewer.Live(cast.titles, seed, cast.noise, cast.accuracy)
+            live = viewer.Live(cast.titles, seed, cast.noise, PARTS, cast.accuracy)
             page = make_page(setting, opening, middle, live)
-        space = server.Space(setting.low, setting.high, list(cast.titles))
+        space = server.Space(setting.low, setting.high, list(cast.titles), PARTS)
         policy, own = viewer.security_policy(live=True), server.own_names(host, port)
         app = server.make_app(page, policy, space, cast.play, worker, own)
         running = server.make_http_server(app, reserved)

@@ -29,7 +29,7 @@ from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
 from machinery.files import UserError
 
 WAITING = 8  # requests in the queue, at most
-MAX_BODY = 4096  # bytes; a request takes about a hundred
+MAX_BODY = 4096  # bytes; a request takes a hundred to a thousand
 IDLE_SECONDS = 30.0  # after which a connection that says nothing is closed
 HEADERS = {
     "Cache-Control": "no-store",
@@ -42,9 +42,12 @@ HEADERS = {
 
 @dataclass(frozen=True)
 class Wish:
-    """What a page asks for: who plays towards which target, from which starts."""
+    """What a page asks for: who plays towards which target, from which starts.
 
-    target: tuple[float, ...]
+    Of several targets each is for a part of the episode, and the last one for the rest of it.
+    """
+
+    targets: tuple[tuple[float, ...], ...]
     players: tuple[str, ...]
     seed: int
     noise: bool
@@ -57,6 +60,7 @@ class Space:
     low: Sequence[float]
     high: Sequence[float]
     players: Sequence[str]
+    parts: int  # targets at most
 
 
 class Refused(Exception):
@@ -76,7 +80,7 @@ def parse_wish(body: bytes, space: Space) -> Wish:
         content = json.loads(body)
     except (ValueError, RecursionError):
         raise Refused(400, "The request is not JSON.") from None
-    fields = {"target", "players", "seed", "noise"}
+    fields = {"targets", "players", "seed", "noise"}
     if not isinstance(content, dict) or content.keys() != fields:
         raise Refused(400, f"A request has the fields {', '.join(sorted(fields))}.")
     players, seed, noise = content["players"], content["seed"], content["noise"]
@@ -87,16 +91,19 @@ def parse_wish(body: bytes, space: Space) -> Wish:
         raise Refused(400, "The seed is a whole number from 0 to 2147483647.")
     if not isinstance(noise, bool):
         raise Refused(400, "Noise is true or false.")
-    return Wish(parse_target(content["target"], space), tuple(players), seed, noise)
+    targets = content["targets"]
+    if not isinstance(targets, list) or not 1 <= len(targets) <= space.parts:
+        raise Refused(400, f"The targets are a list of 1 to {space.parts}.")
+    return Wish(tuple(parse_target(t, space) for t in targets), tuple(players), seed, noise)
 
 
 def parse_target(target: Any, space: Space) -> tuple[float, ...]:
     size = len(space.low)
     if not isinstance(target, list) or len(target) != size:
-        raise Refused(400, f"The target is a list of {size} numbers.")
+        raise Refused(400, f"A target is a list of {size} numbers.")
     for value, low, high in zip(target, space.low, space.high, strict=True):
         if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
-            raise Refused(400, "Every number of the target is finite.")
+            raise Refused(400, "Every number of a target is finite.")
         if not low <= value <= high:
             raise Refused(
                 400, f"{value:g} lies outside the space, which goes from {low:g} to {high:g}."

@@ -98,6 +98,7 @@ class Live:
     players: dict[str, str]  # the titles of those who can play, by the names they are asked for by
     seed: int  # of the start states that the page opens with
     noise: float  # on the actions, if it is switched on
+    parts: int  # of an episode, at the beginning of which the target may change
     accuracy: Accuracy | None = None
 
 

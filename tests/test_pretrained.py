@@ -11,6 +11,7 @@ import pytest
 
 import cli
 from machinery import pretrained, runs
+from machinery.demand import PARTS
 from machinery.files import UserError, read_json, save_arrays
 from machinery.plans import STAGES, Asked, changes_of
 from machinery.runs import open_stage
@@ -82,7 +83,7 @@ def test_only_the_model_plays_before_the_page_and_the_map_has_its_colours(out):
     cast = cli.cast_of(handed_on, starts=1)
     assert cast.titles == {"model": "QDT"}
     assert cast.accuracy is not None and set(cast.accuracy.distance) == {"model"}
-    assert len(cast.film("model", (0.5, 0.5), 0, 0.0)) == 1
+    assert len(cast.film("model", [(0.5, 0.5)] * PARTS, 0, 0.0)) == 1
 
 
 def test_evaluated_again_it_gives_the_number_of_its_card(run, out, tmp_path):

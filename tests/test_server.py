@@ -28,7 +28,7 @@ from webdriver import CHROMEDRIVER, CHROMIUM, Browser
 import cli
 from evaluate import Filming
 from machinery import server, viewer
-from machinery.demand import Cast
+from machinery.demand import PARTS, Cast
 from machinery.files import UserError, save_arrays, write_json
 from machinery.runs import open_stage
 from machinery.server import Refused, Space, Wish, Worker
@@ -36,8 +36,8 @@ from machinery.streams import stream
 from qdt import make_model, play
 
 ROOT = Path(__file__).parents[1]
-SPACE = Space((-1.0, -1.0), (1.0, 1.0), ["model", "repertoire"])
-WISH = {"target": [0.5, -0.25], "players": ["model"], "seed": 0, "noise": False}
+SPACE = Space((-1.0, -1.0), (1.0, 1.0), ["model", "repertoire"], parts=5)
+WISH = {"targets": [[0.5, -0.25]], "players": ["model"], "seed": 0, "noise": False}
 SCENE = viewer.point_scene()
 PLAYERS = {"model": "QDT", "repertoire": "nearest policy"}
 ACCURACY = viewer.Accuracy(
@@ -47,16 +47,16 @@ ACCURACY = viewer.Accuracy(
 
 def walks(wish: Wish) -> dict:
     """Two starts of everybody who is asked; the nearest policy does not quite get there."""
-    share = {"model": 1.0, "repertoire": 0.8}
+    share, target = {"model": 1.0, "repertoire": 0.8}, wish.targets[-1]
     films = {
-        name: [walk((share[name] * wish.target[0], share[name] * wish.target[1]))] * 2
+        name: [walk((share[name] * target[0], share[name] * target[1]))] * 2
         for name in wish.players
     }
-    return viewer.pack(SCENE, films, wish.target)
+    return viewer.pack(SCENE, films, target)
 
 
 def make_page() -> str:
-    live = viewer.Live(PLAYERS, 0, 0.05, ACCURACY)
+    live = viewer.Live(PLAYERS, 0, 0.05, SPACE.parts, ACCURACY)
     return viewer.page("t", SCENE, [walk((0.0, 0.0))] * 2, (0.0, 0.0), (-1, 1), dt=0.05, live=live)
 
 
@@ -208,16 +208,21 @@ def test_a_form_cannot_ask(client):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"target": [0.5]}, "2 numbers"),
-        ({"target": [0.5, 0.5, 0.5]}, "2 numbers"),
-        ({"target": "0.5 0.5"}, "2 numbers"),
-        ({"target": ["0.5", 0.5]}, "finite"),
-        ({"target": [True, 0.5]}, "finite"),
-        ({"target": [None, 0.5]}, "finite"),
-        ({"target": [float("nan"), 0.5]}, "finite"),
-        ({"target": [float("inf"), 0.5]}, "finite"),
-        ({"target": [10**400, 0.5]}, "finite"),
-        ({"target": [1.01, 0.5]}, "1.01 lies outside the space, which goes from -1 to 1"),
+        ({"targets": [[0.5]]}, "2 numbers"),
+        ({"targets": [[0.5, 0.5, 0.5]]}, "2 numbers"),
+        ({"targets": ["0.5 0.5"]}, "2 numbers"),
+        ({"targets": [["0.5", 0.5]]}, "finite"),
+        ({"targets": [[True, 0.5]]}, "finite"),
+        ({"targets": [[None, 0.5]]}, "finite"),
+        ({"targets": [[float("nan"), 0.5]]}, "finite"),
+        ({"targets": [[float("inf"), 0.5]]}, "finite"),
+        ({"targets": [[10**400, 0.5]]}, "finite"),
+        ({"targets": [[1.01, 0.5]]}, "1.01 lies outside the space, which goes from -1 to 1"),
+        ({"targets": [0.5, 0.5]}, "2 numbers"),
+        ({"targets": []}, "1 to 5"),
+        ({"targets": [[0.5, 0.5]] * 6}, "1 to 5"),
+        ({"targets": None}, "1 to 5"),
+        ({"targets": [[0.5, 0.5], [0.5, 2.0]]}, "2 lies outside the space"),
         ({"players": []}, "model, repertoire"),
         ({"players": ["model", "model"]}, "model, repertoire"),
         ({"players": ["oracle"]}, "model, repertoire"),
@@ -322,7 +327,7 @@ def test_two_windows_get_each_their_own():
     with serving(walks) as port, ThreadPoolExecutor(2) as pool:
 
         def window(x: float) -> set[float]:
-            wish = WISH | {"target": [x, 0.0]}
+            wish = WISH | {"targets": [[x, 0.0]]}
             return {json.loads(ask(port, wish)[1])["target"][0] for _ in range(20)}
 
         assert list(pool.map(window, (0.25, 0.75))) == [{0.25}, {0.75}]
@@ -384,19 +389,28 @@ def test_the_cast_plays_what_act_plays(run, cast):
     keys = jax.random.split(stream(7, "act"), (1, 2))
     targets = jnp.array([[0.5, -0.5]])
     expected = play(run.task, run.model(), targets, keys, Filming(run.task))
-    found = cast.film("model", (0.5, -0.5), 7, cast.noise)
+    found = cast.film("model", [(0.5, -0.5)] * PARTS, 7, cast.noise)
     assert len(found) == 2
     for episode, path in zip(found, expected.recorded.path[0], strict=True):
         np.testing.assert_allclose(episode.descriptor_path, path, atol=1e-5)
 
 
 def test_both_players_start_from_the_same_state_and_noise_matters(cast):
-    quiet = [cast.film(name, (0.5, 0.5), 1, 0.0) for name in cast.titles]
+    quiet = [cast.film(name, [(0.5, 0.5)] * PARTS, 1, 0.0) for name in cast.titles]
     for ours, theirs in zip(*quiet, strict=True):
         np.testing.assert_array_equal(ours.positions[0], theirs.positions[0])
         assert not np.allclose(ours.positions[-1], theirs.positions[-1])
-    noisy, _ = cast.film("model", (0.5, 0.5), 1, cast.noise)
+    noisy, _ = cast.film("model", [(0.5, 0.5)] * PARTS, 1, cast.noise)
     assert not np.allclose(noisy.positions[-1], quiet[0][0].positions[-1])
+
+
+@pytest.mark.parametrize("who", ["model", "repertoire"])
+def test_another_target_on_the_way_changes_what_comes_after_it(run, cast, who):
+    stay, turn = [(1.0, 1.0)] * PARTS, [(1.0, 1.0)] * 10 + [(-1.0, -1.0)] * (PARTS - 10)
+    (before, _), (after, _) = (cast.film(who, targets, 3, 0.0) for targets in (stay, turn))
+    fork = -(-10 * run.task.length // PARTS)  # the first step that knows of the other target
+    np.testing.assert_array_equal(before.positions[: fork + 1], after.positions[: fork + 1])
+    assert not np.allclose(before.positions[-1], after.positions[-1])
 
 
 def test_the_map_has_colours_after_the_evaluation_only(run):
@@ -565,7 +579,7 @@ def test_of_many_clicks_while_one_is_playing_the_last_one_counts(browser):
     asked = []
 
     def play(wish: Wish) -> dict:
-        asked.append(wish.target)
+        asked.append(wish.targets[-1])
         time.sleep(0.3)
         return walks(wish)
 
@@ -599,6 +613,34 @@ def test_two_windows_do_not_disturb_each_other(browser):
         assert browser.console() == []
 
 
+def test_while_it_plays_the_target_follows_the_mouse(browser):
+    """The way so far stays, the clock goes on, and what is asked for grows by the newest target."""
+    asked: list[Wish] = []
+
+    def play(wish: Wish) -> dict:
+        asked.append(wish)
+        return walks(wish)
+
+    move = """const box = chart.getBoundingClientRect();
+    chart.dispatchEvent(new PointerEvent("pointermove", {bubbles: true,
+      clientX: box.left + arguments[0] * box.width, clientY: box.top + 0.4 * box.height}));"""
+    with serving(play) as port:
+        visit(browser, f"http://127.0.0.1:{port}/")
+        browser.run(move, 0.3)
+        browser.click("#follow")
+        browser.run("speed.value = '0.25'")  # eight seconds
+        browser.click("#chart", 0.8, 0.4)
+        wait_for_answer(browser)
+        browser.wait_for(lambda: browser.run("return Number(time.value) > 0.1"))
+        browser.run(move, 0.4)
+        browser.wait_for(lambda: numbers(browser.text("#target"))[0] < 0)
+        assert browser.run("return Number(time.value)") > 0.1
+        first, second = asked  # without the mark in its box, the mouse asks for nothing
+        assert len(first.targets) == 1 and 2 <= len(second.targets) <= SPACE.parts
+        assert set(second.targets[:-1]) == set(first.targets) != {second.targets[-1]}
+        assert browser.console() == []
+
+
 def test_both_players_side_by_side_with_ghosts_noise_and_another_seed(browser):
     asked: list[Wish] = []
 
@@ -621,7 +663,7 @@ def test_both_players_side_by_side_with_ghosts_noise_and_another_seed(browser):
         browser.click("#noise")
         browser.wait_for(lambda: not asked[-1].noise)
         assert asked[0].noise and asked[-1].players == ("model", "repertoire")
-        assert len({wish.target for wish in asked}) == 1
+        assert len({wish.targets for wish in asked}) == 1
         browser.run(
             change.replace("{}", "e.value = -5;"), "#seed"
         )  # the page does not ask for that

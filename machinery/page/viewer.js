@@ -106,7 +106,8 @@ function aim(e, step) {
     const span = [0, 1].map(k => points.map(q => q[k])).map(v => [Math.min(...v), Math.max(...v)]);
     focus = [...span.map(v => (v[0] + v[1]) / 2), ground];
     const reach = 0.5 * Math.hypot(...span.map(v => v[1] - v[0]));
-    far = live ? 1.9 * (reach + 0.5 * U) : 2.3 * (reach + 2 * U);
+    // A robot that stayed where it was is still all in the picture.
+    far = Math.max(live ? 1.9 * (reach + 0.5 * U) : 2.3 * (reach + 2 * U), 5.5 * U);
   }
   far *= camera.zoom;
   const pitch = camera.overview ? Math.min(1.5, camera.pitch + 0.45) : camera.pitch;
@@ -494,21 +495,21 @@ function tell(id, text) {  // a line for every player, in its colour where there
     return line;
   }));
 }
-function choose(start) {
-  state.start = start; state.time = 0; state.dirty = true;
+function choose(start, time) {
+  state.start = start; state.time = time; state.dirty = true;
   const e = players[0].episodes[start];
   $("episode").value = start; $("time").max = length();
   tell("reached", e => brackets(end(e))); tell("distance", e => distance(end(e)).toFixed(3));
   $("lamps").replaceChildren(...Array.from({length: uni ? e.feet : 0},
     () => document.createElement("li")));
 }
-function show() {  // what was played last
+function show(time) {  // what was played last, from some moment on
   const starts = players[0].episodes.map((_, i) => players.map(p => p.episodes[i]));
   $("target").textContent = brackets(target);
   $("episode").replaceChildren(...starts.map((episodes, i) => new Option("start state " + (i + 1)
     + ": distance " + episodes.map(e => distance(end(e)).toFixed(2)).join(" and "), i)));
   $("haunted").hidden = starts.length < 2;
-  choose(Math.min(state.start, starts.length - 1));
+  choose(Math.min(state.start, starts.length - 1), time);
 }
 function seek(time) {
   state.time = Math.max(0, Math.min(length(), time)); state.playing = false; state.dirty = true;
@@ -520,7 +521,8 @@ function toggle() {
 let last = null;
 function frame(now) {
   if (state.playing && last !== null) {
-    state.time += Math.min(0.1, (now - last) / 1000) * Number($("speed").value);
+    const later = state.time + Math.min(0.1, (now - last) / 1000) * Number($("speed").value);
+    state.time = fork === null ? later : Math.max(state.time, Math.min(later, fork));
     if (state.time >= length()) { state.time = length(); state.playing = false; }
     state.dirty = true;
   }
@@ -539,37 +541,53 @@ function frame(now) {
 // ---- live: another target is asked for, one at a time ----
 const past = [];
 let wish = null, asking = false;  // what is asked for and not yet answered
+let course = [target], steering = false;  // targets of the parts so far; whether the wish continues them
+let fork = null, took = 0;  // until when the answer will be like what is shown; seconds of the last one
 const askedPlayers = () => $("who").value.split("+");
 const say = text => { $("status").textContent = text; };
-async function ask(next) {
-  wish = next; state.dirty = true;
+async function ask(next, steer) {
+  wish = next; steering = steer; state.dirty = true;
   if (asking) return;  // the newest wish follows when the answer is here; older ones are forgotten
   asking = true;
   while (wish) {
-    const asked = wish, start = performance.now();
-    say("asking for " + brackets(asked) + " …");
-    const problem = await play(asked);
-    const took = Math.round(performance.now() - start);
-    const far = players.map(player => distance(end(player.episodes[state.start])).toFixed(2));
-    say(problem
-      || `${brackets(target)}: distance ${far.join(" and ")}, played in ${took} ms.`);
+    const asked = wish, continued = steering, start = performance.now();
+    const targets = continued ? turnTowards(asked) : [asked];
+    if (targets) {
+      if (!continued) say("asking for " + brackets(asked) + " …");
+      const problem = await play(targets, continued);
+      took = (performance.now() - start) / 1000;
+      const far = players.map(player => distance(end(player.episodes[state.start])).toFixed(2));
+      say(problem || `${brackets(target)}: distance ${far.join(" and ")}, `
+        + `played in ${Math.round(1000 * took)} ms.`);
+    }
+    fork = null;
     if (wish === asked) wish = null;
     state.dirty = true;
   }
   asking = false;
 }
-async function play(asked) {  // the sentence that says why not, if it was not played
+// The way so far stays; from a part on that begins when the answer can be here, the target is another.
+function turnTowards(point) {
+  const steps = players[0].episodes[0].steps - 1;
+  const soon = (state.time + took * Number($("speed").value)) / data.dt;
+  const part = Math.floor(soon * live.parts / steps) + 1;
+  if (!state.playing || part >= live.parts) return null;
+  fork = Math.ceil(part * steps / live.parts) * data.dt;
+  return [...Array.from({length: part}, (_, i) => course[Math.min(i, course.length - 1)]), point];
+}
+async function play(targets, continued) {  // the sentence that says why not, if it was not played
   const answer = await fetch("play", {
     method: "POST", headers: {"Content-Type": "application/json"}, body: JSON.stringify({
-      target: asked, players: askedPlayers(), seed: $("seed").valueAsNumber,
+      targets, players: askedPlayers(), seed: $("seed").valueAsNumber,
       noise: $("noise").checked})}).catch(() => null);
   if (!answer) return "The server does not answer; was it ended?";
   if (!answer.ok) return answer.text();
   const played = await answer.json();
   const before = players.length;
-  target = played.target; players = unpack(played.players);
+  target = played.target; players = unpack(played.players); course = targets;
   state.playing = true;
-  show();
+  show(continued ? state.time : 0);
+  if (continued) past.splice(-before);  // it is still the same episode
   for (const player of players) {
     past.push({target, reached: end(player.episodes[state.start]), colour: colour(player)});
   }
@@ -600,10 +618,10 @@ function onGround(event) {  // the place on the ground under the mouse
     up, (height / 2 - (y - top)) / focal);
   return ray[2] < 0 ? add(eye, ray, (ground - eye[2]) / ray[2]).slice(0, 2) : null;
 }
-function wishFor(point) {  // a click a little beside the border means the border
+function wishFor(point, steer) {  // a click a little beside the border means the border
   const beside = (v, k) => Math.abs(v - (low[k] + high[k]) / 2) > 0.54 * (high[k] - low[k]);
   if (!point || point.some(beside)) say("That lies outside the space of behaviours.");
-  else ask(point.map((v, k) => Math.max(low[k], Math.min(high[k], v))));
+  else ask(point.map((v, k) => Math.max(low[k], Math.min(high[k], v))), steer);
 }
 if (live) {
   document.body.classList.add("live");
@@ -616,10 +634,15 @@ if (live) {
   $("live").hidden = $("status").hidden = false;
   $("legend").hidden = !live.accuracy || D !== 2;
   say("Click on the map" + (uni ? "" : " or on the ground") + ": that behaviour is played.");
-  chart.addEventListener("click", event => wishFor(onMap(event)));
+  chart.addEventListener("click", event => wishFor(onMap(event), false));
+  chart.addEventListener("pointermove", event => {
+    if ($("follow").checked && state.playing) wishFor(onMap(event), true);
+  });
   $("live").addEventListener("submit", event => event.preventDefault());
-  $("live").addEventListener("change", () => {
-    if ($("live").reportValidity()) ask([...(wish || target)]);  // again, and not the same as before
+  $("live").addEventListener("change", event => {
+    if (event.target === $("follow")) return;
+    // again, and not the same as before
+    if ($("live").reportValidity()) ask([...(wish || target)], false);
   });
 }
 
@@ -627,7 +650,7 @@ $("ghosts").addEventListener("change", event => {
   state.ghosts = event.target.checked; state.dirty = true;
 });
 $("episode").addEventListener("change", event => {
-  choose(Number(event.target.value)); state.playing = true;
+  choose(Number(event.target.value), 0); state.playing = true;
 });
 $("play").addEventListener("click", toggle);
 $("time").addEventListener("input", event => seek(Number(event.target.value)));
@@ -670,19 +693,19 @@ canvas.addEventListener("pointermove", event => {
   state.dirty = true;
 });
 canvas.addEventListener("click", event => {
-  if (live && !uni && travelled < 5) wishFor(onGround(event));
+  if (live && !uni && travelled < 5) wishFor(onGround(event), false);
 });
 for (const name of ["pointerup", "pointercancel"]) {
   canvas.addEventListener(name, event => fingers.delete(event.pointerId));
 }
 new ResizeObserver(resize).observe($("stage"));
 
-show();
+show(0);
 // #episode=2&time=3.5 opens the page at that moment: for links and for pictures
 const asked = new URLSearchParams(location.hash.slice(1));
 if (asked.has("episode")) {
   const starts = players[0].episodes.length;
-  choose(Math.max(1, Math.min(starts, Math.floor(Number(asked.get("episode"))) || 1)) - 1);
+  choose(Math.max(1, Math.min(starts, Math.floor(Number(asked.get("episode"))) || 1)) - 1, 0);
 }
 if (asked.has("overview")) camera.overview = true;
 if (asked.has("time")) seek(Number(asked.get("time")) || 0);
