@@ -158,7 +158,7 @@ show(
 
 # %% [markdown]
 # Between islands of data the model interpolates; beyond the edge of the known world it does not extrapolate far. The paper finds the same
-# on Ant-Omni (figure 6).
+# on Ant-Omni (figure 7).
 #
 # ## Calibration
 #
