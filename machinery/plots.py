@@ -207,10 +207,12 @@ def cell_maps(
     names: Sequence[str],
     label: str,
     lighter_is: str = "high",
+    borders: bool = False,
+    from_zero: bool = False,
 ) -> Figure:
     """Maps of (centroids, value per cell) in one row, by title."""
     row = [Panel(title, *content) for title, content in panels.items()]
-    return map_grid([row], low, high, names, label, lighter_is)
+    return map_grid([row], low, high, names, label, lighter_is, borders, from_zero)
 
 
 class Again(NamedTuple):

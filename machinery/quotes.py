@@ -35,7 +35,8 @@ QUANTITY = re.compile(r"(paper )?(\w+) on ([\w-]+): (.+?)(?: / (.+?))?(?:, seed 
 FILE = re.compile(r"([\w./-]+\.json): ([\w.-]+)")
 # What is no result: names of tables, figures and seeds, and what is code.
 NAMES = re.compile(
-    r"`[^`]*`|\]\([^)]*\)|(?:[Tt]ables?|[Ff]igures?|[Ss]ections?|[Ss]eeds?) \d+(?:(?:, | and | to |–)\d+)*"
+    r"`[^`]*`|\]\([^)]*\)"
+    r"|(?:[Tt]ables?|[Ff]igures?|[Ss]ections?|[Ss]eeds?) \d+(?:(?:, | and | to |–)\d+(?![.\d]| %))*"
 )
 
 Runs = Mapping[str, Sequence[Found]]
@@ -93,4 +94,6 @@ def loose_numbers(page: str) -> list[str]:
     """Numbers that nothing computes, with what stands before them."""
     text = NUMBER.sub("", TABLE.sub("", page))
     text = NAMES.sub("", re.sub(r"```.*?```|<!--.*?-->", "", text, flags=re.DOTALL))
-    return [json.dumps(m[0])[1:-1] for m in re.finditer(r".{0,20}(?<![\w.-])\d[\d.,]*", text)]
+    return [
+        json.dumps(m[0])[1:-1] for m in re.finditer(r".{0,20}(?<![\w.])(?<!\w-)\d[\d.,]*", text)
+    ]

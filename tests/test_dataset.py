@@ -653,6 +653,16 @@ def test_upper_empties_the_half_with_the_larger_last_coordinate(built):
     assert len(view) == (dataset.descriptor[:, 1] <= 0).sum()
 
 
+@pytest.mark.parametrize("how", ["tiles", "upper", "density-50"])
+def test_the_boxes_that_a_pruning_empties_are_those_that_become_empty(built, how):
+    dataset = spread_out(built)
+    before, _ = ds.density(dataset, bins=8)
+    after, _ = ds.density(dataset, bins=8, view=ds.prune(dataset, how, seed=0))
+    gone = ds.empty_boxes(dataset, how, bins=8)
+    assert ((before > 0) & (after == 0) == gone).all()
+    assert gone.any() == (how != "density-50")
+
+
 def test_an_unknown_pruning_is_refused(built):
     with pytest.raises(UserError, match="unknown pruning 'density-20'; there are density-50"):
         ds.prune(built, "density-20", seed=0)

@@ -80,6 +80,22 @@ def test_an_empty_cell_is_nobodys_nearest_policy():
     assert evaluate.nearest_policy(both, jnp.array([[-0.5, -0.5]])).tolist() == [0]
 
 
+def test_a_second_look_takes_who_really_goes_there():
+    """The first policy was stored at the goal by luck; the third goes there, wherever it was stored."""
+    found = repertoire([[0.8, 0.8], [-0.5, 0.0], [0.1, 0.0]], [[0.0, 0.0], [-0.5, 0.0], [0.6, 0.6]])
+    goals, keys = jnp.array([[0.0, 0.0], [-0.5, 0.0]]), jax.random.split(KEY, (2, 3))
+    first = evaluate.accuracy_of_repertoire(TASK, found, goals, keys)
+    np.testing.assert_allclose(first.distance, [0.8 * 2**0.5, 0.0], atol=1e-5)
+    again = evaluate.accuracy_after_reevaluation(TASK, found, goals, keys, key=KEY)
+    np.testing.assert_allclose(again.distance, [0.1, 0.0], atol=1e-5)
+    # Neither an empty cell nor a policy that diverged is taken.
+    found = eqx.tree_at(lambda r: r.fitness, found, jnp.array([0.0, 0.0, -jnp.inf]))
+    played = rollout(TASK, found.policies, jax.random.split(KEY, (3, 2)))
+    diverged = played.diverged.at[1, 0].set(True)
+    played = eqx.tree_at(lambda e: e.diverged, played, diverged)
+    assert evaluate.best_policy(found, played, goals).tolist() == [0, 0]
+
+
 def test_an_empty_repertoire_is_refused():
     none = eqx.tree_at(
         lambda r: r.fitness, repertoire([[0.5, 0.5]], [[0.5, 0.5]]), jnp.array([-jnp.inf])

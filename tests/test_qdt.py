@@ -612,6 +612,22 @@ def test_an_mlp_stopped_and_resumed_is_the_one_that_was_not(noisy_data, tmp_path
         np.testing.assert_array_equal(a, b)
 
 
+def test_the_evaluation_of_a_training_is_the_accuracy_experiment_on_other_episodes(
+    noisy_data, monkeypatch
+):
+    """A curve and its table differ by chance alone: with the same keys they are the same number."""
+    training = qdt.Training(TASK, replace(SHORT, goal_episodes=evaluate.EPISODES), noisy_data, 0)
+    state = training.init(jax.random.key(0))
+    subject = evaluate.Subject(TASK, 0, None, {"qdt": state.model})
+    curve, _ = training.evaluate(state)
+    table = evaluate.averages(subject.measure(state.model))
+    assert curve["distance"] != pytest.approx(table["mean_distance"], rel=1e-4)
+    monkeypatch.setattr(qdt, "stream", lambda seed, name: stream(seed, "accuracy"))
+    curve, _ = training.evaluate(state)
+    assert curve["distance"] == pytest.approx(table["mean_distance"], rel=1e-5)
+    assert curve["max_fitness"] == pytest.approx(table["max_fitness"], rel=1e-5)
+
+
 def test_a_model_carries_the_noise_and_the_scales_of_its_dataset(noisy_data, data):
     for known, noise in ((noisy_data, 0.2), (data, 0.0)):
         model = qdt.Training(TASK, SHORT, known, 0).init(jax.random.key(0)).model
