@@ -131,7 +131,6 @@ show(
         task.high,
         task.axes,
         "fitness",
-        borders=True,
     )
 )
 

@@ -189,7 +189,6 @@ show(
         task.axes,
         "distance to the goal (m)",
         lighter_is="low",
-        from_zero=True,
     )
 )
 

@@ -110,7 +110,6 @@ show(
         task.axes,
         "distance to the goal (m)",
         lighter_is="low",
-        from_zero=True,
     )
 )
 
@@ -154,7 +153,6 @@ show(
         task.axes,
         "distance to the goal (m)",
         lighter_is="low",
-        from_zero=True,
     )
 )
 

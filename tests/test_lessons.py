@@ -52,9 +52,12 @@ def cells(script: str) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("script", LESSONS, ids=lambda path: path.stem)
-def test_a_notebook_is_its_script_executed(script: Path) -> None:
-    path = script.with_suffix(".ipynb")
+NOTEBOOKS = sorted((ROOT / "lessons").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_its_script_executed(path: Path) -> None:
+    script = path.with_suffix(".py")
     notebook = json.loads(path.read_text())
     inside = [(cell["cell_type"], "".join(cell["source"]).strip()) for cell in notebook["cells"]]
     assert inside == cells(script.read_text()), "make notebooks"
