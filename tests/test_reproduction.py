@@ -48,7 +48,6 @@ ONE_CHANGE = [
     {"dataset.action_noise"},
     {"dataset.naive"},
     {"train.conditioning", "dataset.achieved"},
-    {"train.beginnings"},
     {"train.stay_within"},
 ]
 
