@@ -205,10 +205,15 @@ def training_curves(runs: Sequence[Found], name: str) -> Curves:
     trained = (
         (run.model_name(directory), metrics)
         for run in runs
-        for directory, metrics in run.training.items()
+        for directory, metrics in own_first(run)
         if is_main(directory) or directory == "qdt-naive"
     )
     return _over_seeds(trained, "epoch", name)
+
+
+def own_first(run: Found) -> list[tuple[str, list[dict[str, Any]]]]:
+    """The trainings of a run, its own model's first."""
+    return sorted(run.training.items(), key=lambda item: item[0] != run.plan["train"]["model"])
 
 
 def _over_seeds(logs: Iterable[tuple[str, list[dict[str, Any]]]], x: str, y: str) -> Curves:

@@ -61,14 +61,24 @@ def _cell_of_pixel(
 
 
 def _outline(
-    axes: Any, mask: np.ndarray, low: Sequence[float], high: Sequence[float], **style: Any
+    axes: Any,
+    mask: np.ndarray,
+    low: Sequence[float],
+    high: Sequence[float],
+    colour: str,
+    hatch: str = "",
 ) -> None:
-    """A line around the region where an image is true."""
+    """A line around the region where an image is true, which may be hatched."""
     if mask.any() and not mask.all():
         rows, columns = mask.shape
         x = low[0] + (np.arange(columns) + 0.5) / columns * (high[0] - low[0])
         y = low[1] + (np.arange(rows) + 0.5) / rows * (high[1] - low[1])
-        axes.contour(x, y, mask.astype(float), levels=[0.5], **style)
+        axes.contour(x, y, mask.astype(float), levels=[0.5], colors=colour, linewidths=1.2)
+        if hatch:
+            inside = axes.contourf(
+                x, y, mask.astype(float), [0.5, 1.5], colors="none", hatches=[hatch]
+            )
+            inside.set(edgecolor=colour, linewidth=0.0)
 
 
 def _draw_cells(
@@ -140,6 +150,7 @@ class Panel(NamedTuple):
     title: str
     centroids: ArrayLike
     values: ArrayLike
+    counts: bool = True  # for where the colours end
 
 
 def map_grid(
@@ -154,7 +165,7 @@ def map_grid(
 ) -> Figure:
     """Maps in rows and columns on one colour scale (figures 6, 11, 12); None leaves a place empty."""
     panels = [panel for row in rows for panel in row if panel is not None]
-    limits = _limits([np.asarray(panel.values, float) for panel in panels], from_zero)
+    limits = _limits([np.asarray(p.values, float) for p in panels if p.counts], from_zero)
     size = {"width": 2.7, "height": 2.9} if len(panels) > 1 else {}
     figure, axes = _panels(max(map(len, rows)), len(rows), sharex=True, sharey=True, **size)
     colours = "viridis" if lighter_is == "high" else "viridis_r"
@@ -245,7 +256,7 @@ def reproducibility(
                     levels=[0.5, 1.5],
                     colors=["0.8"],
                 )
-                _outline(ax, aimed, low, high, colors="black", linewidths=1.2)
+                _outline(ax, aimed, low, high, "black")
             if again.paths is not None:
                 for path, colour in zip(np.asarray(again.paths, float)[j], colours, strict=True):
                     ax.plot(path[:, 0], path[:, 1], color=colour, linewidth=0.5, alpha=0.6)
@@ -279,7 +290,9 @@ def curves(
             mean, count, colour = values.mean(axis=0), len(values), colours.get(name)
             style = ("-", ":", "-.")[drawn.count(colour) % 3]
             drawn.append(colour)
-            (line,) = ax.plot(x, mean, style, label=f"{name} (n = {count})", color=colour)
+            few = {"marker": "o", "markersize": 3} if len(x) < 25 else {}
+            label = f"{name} (n = {count})"
+            (line,) = ax.plot(x, mean, linestyle=style, label=label, color=colour, **few)
             if count > 1:
                 deviation = values.std(axis=0, ddof=1)
                 shade = {"alpha": 0.2, "color": line.get_color(), "linewidth": 0}
@@ -404,6 +417,6 @@ def generalization(
             boxes = np.asarray(removed[title], bool).T
             fine = np.kron(boxes, np.ones((-(-GRID // len(boxes)),) * 2, bool))
             for panel, colour in ((above, "cyan"), (ax, "red")):
-                _outline(panel, fine, low, high, colors=colour, linewidths=1.2)
+                _outline(panel, fine, low, high, colour, hatch="//")
     limits.bar(figure, image, list(axes[1]), label)
     return figure

@@ -182,7 +182,8 @@ def accuracy_rows(runs: Sequence[Found]) -> list[list[plots.Panel | None]]:
     if runs[0].task.is_place:
         goals = np.array(columns[0].results["accuracy"]["repertoire"]["goals"], float)
         far = np.linalg.norm(goals, axis=1)
-        rows[0].append(plots.Panel(f"standing still\nmean {far.mean():.3g}", goals, far))
+        still = plots.Panel(f"standing still\nmean {far.mean():.3g}", goals, far, counts=False)
+        rows[0].append(still)
     return rows
 
 
@@ -216,7 +217,7 @@ def draw_generalization(runs: Sequence[Found]) -> Drawn:
         seed, result = min(results.items())
         drawn[f"generalization-{method.lower()}"] = (
             f"Generalization of {names[method]}, seed {seed}: datasets above, distance to each goal below, "
-            "lighter is nearer; outlined: what was removed (figures 7, 13).",
+            "lighter is nearer; hatched: what was removed (figures 7, 13).",
             plots.generalization(
                 {how: r["density"] for how, r in result.items()},
                 result["all"]["goals"],
