@@ -1,6 +1,7 @@
 """A model that is handed on: it plays without the run it came from, and its card tells the truth."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -133,3 +134,35 @@ def test_what_was_made_knows_its_commit(run):
     stored = json.loads((run.directory / "plan.json").read_text())["versions"]
     assert stored.get("commit") == runs.commit()
     assert (runs.commit() is None) == (not (Path(runs.__file__).parents[1] / ".git").exists())
+
+
+# --- the models that are handed on with the project -------------------------------------------------
+
+OURS = sorted(
+    path.parent for path in (Path(__file__).parents[1] / "pretrained").glob("*/plan.json")
+)
+
+
+@pytest.mark.parametrize("directory", OURS, ids=lambda path: path.name)
+def test_our_models_play(directory, capsys):
+    """As in their cards: asked for the goal that they reach best, they come nearer than to the middle."""
+    measured = read_json(directory / "evaluation" / "accuracy.json")["result"]["qdt"]
+    best = measured["goals"][int(np.argmin(measured["distance"]))]
+    cli.act(directory, [" ".join(map(str, best))], episodes=4)
+    told = capsys.readouterr().out
+    distance = float(re.search(r"mean distance ([\d.]+)", told)[1])
+    task = cli.open_run(directory).task
+    middle = (np.array(task.low) + np.array(task.high)) / 2
+    assert distance < 0.5 * np.linalg.norm(np.array(best) - middle)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("directory", OURS, ids=lambda path: path.name)
+def test_our_models_are_as_good_as_their_cards_say(directory, tmp_path):
+    """On another processor an ant's path differs after a while, and so do the means, a little."""
+    card = read_json(directory / "evaluation" / "accuracy.json")["result"]["qdt"]
+    shutil.copytree(directory, tmp_path / "model")
+    result = cli.do_evaluate(cli.open_run(tmp_path / "model"), "accuracy")["qdt"]
+    for name in ("mean_distance", "mean_spread"):
+        assert result[name] == pytest.approx(card[name], rel=0.1)
+        assert f"{card[name]:.3f}" in (directory / "README.md").read_text()
