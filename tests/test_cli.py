@@ -206,7 +206,7 @@ def test_a_setting_for_a_stage_that_has_not_begun_is_written_into_the_plan(
     assert widths == {"qdt": 8, "qdt-wide": 32}
     assert command("evaluate", "accuracy", directory) == 0
     result = read_json(directory / "evaluation" / "accuracy.json")["result"]
-    assert list(result) == ["repertoire", "qdt", "qdt-wide"]
+    assert list(result) == ["repertoire", "chosen", "qdt", "qdt-wide"]
 
 
 def test_another_plan_on_the_same_run_is_refused_with_the_difference(
@@ -296,8 +296,8 @@ WRONG_PLANS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         "unknown algorithm 'me-x'; there are me, ",
     ),
     "another model": (
-        lambda plan: plan | {"train": plan["train"] | {"model": "mlp"}},
-        "unknown model 'mlp'; there are qdt",
+        lambda plan: plan | {"train": plan["train"] | {"model": "lstm"}},
+        "unknown model 'lstm'; there are qdt, mlp",
     ),
     "another task": (
         lambda plan: plan | {"task": plan["task"] | {"task": "cartpole"}},
