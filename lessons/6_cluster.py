@@ -82,10 +82,10 @@ assert rates["1,000 at once"] > 10 * rates["compiled"]
 # one chunk after another on each core, all cores at once. The results do not depend on it.
 
 # %%
-policies = me_ls.random_policies(task, (64, 64), jax.random.split(jax.random.key(2), 256))
-keys = jax.random.split(jax.random.key(3), (256, 10))
+policies = me_ls.random_policies(task, (64, 64), jax.random.split(jax.random.key(2), 64))
+keys = jax.random.split(jax.random.key(3), (64, 10))
 reference, speed = rollout(task, policies, keys).descriptor, {}
-for chunk in (1, 10, 160, 2560):
+for chunk in (10, 40, 160, 320):
     played = rollout(task, policies, keys, chunk=chunk).descriptor
     np.testing.assert_allclose(played, reference, atol=1e-4)
     speed[chunk] = (
@@ -98,16 +98,16 @@ axes.bar([str(chunk) for chunk in speed], speed.values(), color="tab:blue")
 axes.set(
     xlabel="episodes at a time on a core",
     ylabel="steps per second",
-    title="2,560 episodes of 30 steps",
+    title="640 episodes of 30 steps",
 )
-assert max(speed.values()) > 2 * speed[1]
+assert max(speed.values()) > 1.5 * speed[10]
 show(figure)
 
 # %% [markdown]
 # How they are divided is a small computation on numbers:
 
 # %%
-schedule = Schedule.of(members=256, episodes=10, chunk=160)
+schedule = Schedule.of(members=64, episodes=10, chunk=160)
 print(f"{len(jax.devices())} devices; {schedule.groups} groups of {schedule.group_size} episodes,")
 print(
     f"{schedule.groups_per_batch} groups at a time on all devices, {schedule.batches} batches of one shape"
@@ -148,8 +148,8 @@ print(
 )
 
 # %% [markdown]
-# For the robots, this and one C function per robot made the bare physics of Ant-Omni some hundred times as fast as brax's own step on
-# two cores (README, section Speed).
+# With this, and one C function per robot made of it, two cores play 593,000 steps of Ant-Omni per second, policies included; QDax, which steps
+# brax as it is, plays 12,800 (README, section Speed).
 #
 # ## The cache of keys and values
 #
