@@ -108,7 +108,7 @@ print(
 assert len(kept) > 10
 
 # %% [markdown]
-# The project does the same with arrays instead of dictionaries: some hundred times as fast, with a variation along the line between
+# The project does the same with arrays instead of dictionaries, so that all of it is compiled, with a variation along the line between
 # two parents (*iso+line*), and for every algorithm of the paper. 3,000 iterations, 96,000 policies:
 
 # %%
