@@ -205,7 +205,7 @@ def test_a_rule_of_ones_own(tmp_path: Path) -> None:
     assert "ME-Gentle, seed 0" in page
     figures = drawn(run)
     assert colours(figures["search"]) == colours(figures["training"]) == {"#123456"}
-    assert figures["coverage"].axes[0].get_title() == "ME-Gentle"
+    assert figures["coverage"].axes[0].get_title().startswith("ME-Gentle, seed 0\n")
 
 
 def test_a_task_of_ones_own(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_a_task_of_ones_own(tmp_path: Path) -> None:
     panel, bar = figures["accuracy"].axes[0], figures["accuracy"].axes[-1]
     assert panel.get_xlabel() == "kitchen in the end (°C)"
     assert panel.get_ylabel() == "bath in the end (°C)"
-    assert bar.get_ylabel() == "distance to the goal (°C)"
+    assert bar.get_ylabel().startswith("distance to the goal (°C)")
     assert len(read_json(run / "evaluation" / "accuracy.json")["result"]["qdt"]["goals"]) == 9
     assert (run / "search" / "fitness.png").exists()
 
@@ -227,7 +227,7 @@ def test_a_task_of_one_dimension(tmp_path: Path) -> None:
     small = settings([*SMALL_QDT, "task.length=6"])
     run = whole_pipeline(tmp_path, "--task", "room", *small, target=(18.0,))
     figures = drawn(run)
-    assert set(figures) == {"search", "training"}
+    assert set(figures) == {"search", "training", "seeds"}
     assert figures["training"].axes[0].get_title() == "distance to the goal (°C)"
     assert command("dataset", run, "--show") == 0
 
