@@ -281,12 +281,15 @@ def _runs_list(runs: Sequence[Found]) -> str:
 
 def _html_table(table: Table) -> str:
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in table.head)
-    rows = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-        for row in table.rows
-    )
+    rows = "".join("<tr>" + "".join(map(_html_cell, row)) + "</tr>" for row in table.rows)
     return (
         f"<h3>{html.escape(table.title)}</h3>"
         + (f"<p>{html.escape(table.note)}</p>" if table.note else "")
         + f"<table><tr>{head}</tr>{rows}</table>"
     )
+
+
+def _html_cell(cell: str) -> str:
+    """Numbers stay on one line, sentences do not."""
+    kind = ' class="text"' if len(cell) > 35 else ""
+    return f"<td{kind}>{html.escape(cell)}</td>"

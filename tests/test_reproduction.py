@@ -4,13 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_cli import command
+from test_cli import settings as set_to
 
 import cli
 import pgame_ls  # noqa: F401 - registers its rules
 from evaluate import EXPERIMENTS
-from machinery import reproduction
+from machinery import machine, reproduction
 from machinery.config import presets
-from machinery.files import UserError
+from machinery.files import UserError, read_checksum
 from machinery.reproduction import Job, do_jobs, parse_seeds, plan_jobs, recipes, time_left
 from me_ls import RULES
 
@@ -164,3 +166,52 @@ def test_the_time_left_is_what_jobs_of_the_same_kind_took() -> None:
     assert time_left(jobs, {}) == "3 jobs"
     assert time_left(jobs, {"me search": 60.0}) == "about 2:00 and 1 job not timed yet"
     assert time_left(jobs, {"me search": 60.0, "pgame search": 5.0}) == "about 2:05"
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+SMALL = [
+    "search.steps=30000", "dataset.trajectories=64", "dataset.zones=8", "train.epochs=1",
+    "train.evaluate_every=1", "train.goal_episodes=1", "train.layers=1", "train.width=8",
+]  # fmt: skip
+
+
+def reproduce(out: Path, *changes: str) -> int:
+    part = ["--only", "demonstrations", "--searches", "me", "--seeds", "3"]
+    return command(
+        "reproduce", "--preset", "tiny", *part, "--out", out, *set_to([*SMALL, *changes])
+    )
+
+
+def test_a_reproduction_that_was_stopped_ends_with_the_files_of_one_that_was_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, "_current", machine.Machine())
+    stopped, whole = tmp_path / "stopped", tmp_path / "whole"
+
+    def stop(*arguments: Any) -> None:
+        raise UserError("the power failed.")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(cli, "do_train", stop)
+        assert reproduce(stopped) == 1
+    assert reproduce(stopped) == 0
+    said = capsys.readouterr().out
+    assert "3 of 7 jobs are done" in said and "[4/7] seed 3, me train own; 4 jobs left" in said
+    assert "QDT(ME)" in said and (stopped / "report" / "report.html").exists()
+    assert reproduce(whole) == 0
+    made = sorted(p.relative_to(whole) for p in whole.glob("seed-3/me/*/*.safetensors"))
+    assert {path.parent.name for path in made} == {"search", "qdt", "qdt-unfiltered"}
+    for path in made:
+        assert read_checksum(stopped / path) == read_checksum(whole / path), path
+    table = Path("report") / "demonstrations-point-omni.md"
+    assert (stopped / table).read_text() == (whole / table).read_text()
+
+    capsys.readouterr()
+    assert reproduce(whole) == 0
+    assert "6 of 7 jobs are done" in capsys.readouterr().out  # a report is always drawn
+    assert reproduce(whole, "search.cells=16") == 1
+    assert (
+        "was made with another plan: search.cells is 64 there and 16 here"
+        in capsys.readouterr().err
+    )
