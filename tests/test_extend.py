@@ -214,9 +214,9 @@ def test_a_task_of_ones_own(tmp_path: Path) -> None:
     page = (tmp_path / "report" / "report.html").read_text()
     assert "<h2>rooms</h2>" in page and "Accuracy on rooms (table 1)" in page
     figures = drawn(run)
-    panel, bar = figures["accuracy"].axes[0], figures["accuracy"].axes[-1]
-    assert panel.get_xlabel() == "kitchen in the end (°C)"
-    assert panel.get_ylabel() == "bath in the end (°C)"
+    *panels, bar = figures["accuracy"].axes
+    assert "kitchen in the end (°C)" in {panel.get_xlabel() for panel in panels}
+    assert {panel.get_ylabel() for panel in panels} == {"bath in the end (°C)"}
     assert bar.get_ylabel().startswith("distance to the goal (°C)")
     assert len(read_json(run / "evaluation" / "accuracy.json")["result"]["qdt"]["goals"]) == 9
     assert (run / "search" / "fitness.png").exists()
