@@ -111,7 +111,7 @@ show(figure)
 # How they are divided is a small computation on numbers:
 
 # %%
-schedule = Schedule.of(members=64, episodes=10, chunk=160)
+schedule = Schedule.of(members=64, episodes=10, chunk=160, most=32)
 print(f"{len(jax.devices())} devices; {schedule.groups} groups of {schedule.group_size} episodes,")
 print(
     f"{schedule.groups_per_batch} groups at a time on all devices, {schedule.batches} batches of one shape"
