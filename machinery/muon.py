@@ -5,7 +5,7 @@ small budget a Transformer learns several times as fast with it. Optax has an im
 this one divides the matrices among the devices, which makes a training step a fifth faster on two cores.
 """
 
-from functools import partial, reduce
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -49,19 +49,11 @@ def orthogonal(matrices: PyTree[Float[Array, "_ _"]]) -> PyTree[Array]:
 
 
 def orthogonalise(matrix: Float[Array, "rows columns"]) -> Float[Array, "rows columns"]:
-    """Brings all singular values near 1 by five steps of Newton and Schulz, with Muon's polynomial.
-
-    A step multiplies x from the left by a polynomial p of x xᵀ, and x xᵀ by p from both sides. So only
-    that square matrix takes the steps, and x is multiplied once, by all p: with four times as many columns
-    as rows that is 1.7 times as fast.
-    """
+    """Brings all singular values near 1 by five steps of Newton and Schulz, with Muon's polynomial."""
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
     x = x / (jnp.linalg.norm(x) + 1e-8)
-    square, steps = x @ x.T, []
     for _ in range(5):
-        p = 3.4445 * jnp.eye(len(x)) - 4.7750 * square + 2.0315 * square @ square
-        square = p @ square @ p
-        steps.append(p)
-    x = reduce(jnp.matmul, steps) @ x
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
     return x.T if tall else x
