@@ -19,6 +19,8 @@ from jaxtyping import install_import_hook
 ROOT = Path(__file__).parents[1]
 MODULES = ["machinery", *(path.stem for path in ROOT.glob("*.py"))]
 
+# An editable installation has a finder of its own, which the hook does not see through.
+sys.path.insert(0, str(ROOT))
 install_import_hook(MODULES, "beartype.beartype")  # a mistake in a type or a shape raises
 
 import envs  # noqa: E402 - under the hook

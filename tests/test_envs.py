@@ -15,6 +15,7 @@ import pytest
 import envs
 from envs import Episodes, State, Task, TaskConfig, make_task, rollout
 from machinery import machine
+from machinery.config import make_config
 from machinery.engine import Schedule
 from machinery.files import UserError
 from me_ls import MLP, random_policies
@@ -481,7 +482,7 @@ def test_a_robot_that_diverges_is_flagged(halfcheetah: ByHand) -> None:
 )
 def test_a_task_that_cannot_be_is_one_sentence(config: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence) as caught:
-        make_task(TaskConfig(**({"task": "point-omni"} | config)))
+        make_task(make_config(TaskConfig, {"task": "point-omni"} | config))
     assert "\n" not in str(caught.value)
 
 

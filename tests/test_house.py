@@ -160,3 +160,12 @@ def test_every_array_of_a_public_function_has_a_shape(name: str) -> None:
             where = f"{FILES[name].relative_to(ROOT)}:{function.lineno} {function.name}"
             shapeless += [f"{where}: {array}" for array in found]
     assert not shapeless
+
+
+def test_types_and_shapes_are_checked_while_the_tests_run() -> None:
+    """Of the files at the root, too, wherever they are found."""
+    import me_ls
+    from machinery import files
+
+    for module in (me_ls, files):
+        assert type(module.__loader__).__name__ == "_JaxtypingLoader"

@@ -17,6 +17,7 @@ import qdt
 from dataset import Sizes, Trajectory
 from envs import TaskConfig, make_task, rollout
 from machinery import attention, machine, muon
+from machinery.config import make_config
 from machinery.driver import drive
 from machinery.files import UserError
 from machinery.gradients import loss_and_gradient
@@ -216,7 +217,7 @@ def test_wrong_settings_are_named():
     }  # fmt: skip
     for name, value in wrong.items():
         with pytest.raises(UserError, match=name):
-            replace(SMALL, **{name: value})
+            make_config(qdt.QDTConfig, vars(SMALL) | {name: value})
     with pytest.raises(UserError, match="at every step"):
         replace(SMALL, tokens="one", conditioning="start")
     with pytest.raises(UserError, match="needs the descriptor achieved so far"):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from envs import TaskConfig, make_task, rollout
+from machinery.config import make_config
 from machinery.files import UserError
 from machinery.machine import replicate
 from machinery.robot_v1 import RobotV1
@@ -93,7 +94,7 @@ def test_random_ants_go_and_spread_as_those_of_v1():
 
 def test_wrong_kinds_are_refused():
     with pytest.raises(UserError, match="robot must be one of"):
-        make_task(TaskConfig(task="ant-omni", robot="mine"))
+        make_task(make_config(TaskConfig, {"task": "ant-omni", "robot": "mine"}))
     with pytest.raises(UserError, match="start"):
         make_task(TaskConfig(task="ant-omni", robot="v1", start="brax"))
     with pytest.raises(UserError, match="like v1's are"):
