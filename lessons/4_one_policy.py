@@ -58,9 +58,9 @@ figure, (left, right) = panels(2, width=4.0)
 for axes in (left, right):
     draw_borders(axes, selection.centroids, task)
 left.scatter(*selection.descriptor.T, c=selection.hits, cmap="viridis", s=40)
-frame(left, task, "one teacher per zone; lighter: hits its zone more often")
+frame(left, task, "one teacher per zone")
 right.scatter(*data.descriptor.T, c=data.zone, cmap="tab20", s=3)
-frame(right, task, "where their trajectories end; colour: the teacher")
+frame(right, task, "where their trajectories end")
 assert len(data) == 2048
 assert np.mean(selection.hits) > 4
 show(figure)
@@ -69,6 +69,8 @@ show(figure)
 lines(dataset.best_of_each_zone)
 
 # %% [markdown]
+# On the left, the lighter a teacher, the more often it ended in its zone; on the right, every colour is the trajectories of one teacher.
+#
 # Note the label of a trajectory: not the zone its teacher was meant for, but the descriptor **it achieved**. So even a teacher that
 # misses teaches the truth: "this is how one gets *there*".
 #
