@@ -626,11 +626,11 @@ def test_while_it_plays_the_target_follows_the_mouse(browser):
       clientX: box.left + arguments[0] * box.width, clientY: box.top + 0.4 * box.height}));"""
     with serving(play) as port:
         visit(browser, f"http://127.0.0.1:{port}/")
-        browser.run(move, 0.3)
-        browser.click("#follow")
         browser.run("speed.value = '0.25'")  # eight seconds
         browser.click("#chart", 0.8, 0.4)
         wait_for_answer(browser)
+        browser.run(move, 0.3)
+        browser.click("#follow")  # not before: on its way to the click, the pointer moves, too
         browser.wait_for(lambda: browser.run("return Number(time.value) > 0.1"))
         browser.run(move, 0.4)
         browser.wait_for(lambda: numbers(browser.text("#target"))[0] < 0)
