@@ -252,7 +252,7 @@ assert abs(of_idle - 0.234) < 0.015
 assert of_elites > 1.1 * 0.177
 
 # %% [markdown]
-# A few of the elites brake, most by accident, and on average they are hardly steadier than a stone that is thrown. MAP-Elites had no
+# On average the elites are a little steadier than a stone that is thrown, and not as steady as a policy could be. MAP-Elites had no
 # reason to look for steadiness: nobody asked.
 #
 # ## Questions
