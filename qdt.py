@@ -4,31 +4,28 @@ Section 4.2 and algorithm 5 of the paper. A trajectory is read as the tokens
 (BD, O_0, A_0, BD, O_1, A_1, ...) by a causal Transformer (GPT-2), which predicts A_t from the token
 of O_t. What makes attention and its cache fast is in `machinery/attention.py`.
 
-A model that can be asked for a behaviour is a `ConditionedPolicy`; the QDT is one, an MLP to compare it
-with is another, and `MODELS` lists them. Training, evaluation, report and `qdt act` know nothing else
-about a model.
+A model that can be asked for a behaviour is a `ConditionedPolicy` (`machinery/conditioned.py`); the QDT is
+one, an MLP to compare it with is another (`machinery/mlp.py`), and `MODELS` lists them. Training,
+evaluation, report and `qdt act` know nothing else about a model.
 
-Reads in this order: the model, written for one trajectory; decoding with a cache of keys and values;
-the MLP; training, from a dataset to the best epoch (section 5.1).
+Reads in this order: config; the model, written for one trajectory; decoding with a cache of keys and
+values; all models; loss and training, from a dataset to the best epoch (section 5.1).
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from operator import methodcaller
 from pathlib import Path
 from typing import Any, Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 from jaxtyping import Array, Float, Int, Key, PyTree, UInt32
 
 from dataset import BatchReader, Dataset, Sizes, Trajectory, View
-from envs import Episodes, Policy, Record, State, Task, nothing, rollout
+from envs import Episodes, Record, State, Task, nothing, rollout
 from machinery import machine
 from machinery.attention import (
     Block,
@@ -37,19 +34,15 @@ from machinery.attention import (
     causal_attention,
     dropout,
     empty_blocks,
-    multiply,
     tokens_in,
 )
-from machinery.config import (
-    find,
-    make_config,
-    require_at_least,
-    require_choices,
-    require_layers,
-)
+from machinery.conditioned import REMEMBERED, ConditionedPolicy, Statistics
+from machinery.config import find, make_config, require_at_least, require_choices, require_layers
 from machinery.files import UserError, load_arrays
 from machinery.gradients import loss_and_gradient
-from machinery.muon import scale_by_muon
+from machinery.layers import Embedding, LayerNorm, Linear
+from machinery.mlp import ConditionedMLP
+from machinery.optimiser import optimiser
 from machinery.runs import read_stage_config
 from machinery.streams import generator, stream
 from me_ls import goals
@@ -70,23 +63,23 @@ class TrainConfig:
     # Passes over the dataset, and after how many of them the model is asked for its goals.
     epochs: int = 100
     evaluate_every: int = 5
-    # Optimiser steps that count as an epoch, where it shall not be one pass: models of a large and of
-    # a small dataset then learn equally long. Ours.
+    # Optimiser steps that count as an epoch where that is not to be one pass: models of a large and of a
+    # small dataset are then trained equally long. Ours.
     steps_per_epoch: int | None = None
     goal_episodes: int = 10
     # Steps in which the rate grows to its value, and whether it falls to zero on a half cosine. Ours.
     warmup_steps: int = 0
     decay: bool = False
-    # Beside every batch, so many further trajectories of which only the first steps are learned. Ours: the
-    # first steps are the hardest to imitate and decide where a robot goes; all others repeat a gait.
+    # Beside every batch, this many further trajectories, of which only the first steps are learned. Ours:
+    # these are the hardest to imitate and decide where a robot goes; all others repeat a gait.
     beginnings: int = 0
     beginning_steps: int = 50
     # Give descriptors and observations mean 0 and deviation 1. The paper feeds them raw.
     normalise: bool = False
-    # Play towards the nearest that was demonstrated if a target lies beyond all of it, as a repertoire does
-    # with its nearest policy. The paper asks for any target as it is.
+    # If a target lies beyond everything that was demonstrated, play towards what is nearest to it, as a
+    # repertoire does with its nearest policy. The paper asks for every target as it is.
     stay_within: bool = False
-    # Share of the trajectories that is only used to look at the loss on what was not learned. Ours.
+    # Share of the trajectories that is held out, to see the loss on what was not learned. Ours.
     held_out: float = 0.0
 
     def __post_init__(self) -> None:
@@ -147,182 +140,7 @@ class QDTConfig(TrainConfig):
         return 2 if self.conditioning == "start" else 3
 
 
-@dataclass(frozen=True)
-class MLPConfig(TrainConfig):
-    """A network without memory, to see what the Transformer is worth."""
-
-    # Layers between observation and target on one side and the action on the other.
-    hidden: tuple[int, ...] = (512, 512, 512)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_layers(self, "hidden")
-
-
-# --- conditioned policies -------------------------------------------------------------------------
-
-
-class Scale(eqx.Module):
-    """Makes mean 0 and deviation 1 of what has this mean and this deviation; not trained."""
-
-    mean: Float[Array, " n"]
-    deviation: Float[Array, " n"]
-
-    @staticmethod
-    def none(size: int) -> "Scale":
-        return Scale(jnp.zeros(size), jnp.ones(size))
-
-    @staticmethod
-    def of(sample: Float[np.ndarray, "*batch n"]) -> "Scale":
-        rows = sample.reshape(-1, sample.shape[-1])
-        return Scale(jnp.asarray(rows.mean(axis=0)), jnp.asarray(rows.std(axis=0)))
-
-    def __call__(self, x: Float[Array, "*time n"]) -> Float[Array, "*time n"]:
-        mean, deviation = jax.lax.stop_gradient((self.mean, self.deviation))
-        # What never varies has no deviation to be divided by.
-        return (x - mean) / jnp.maximum(deviation, 1e-6)
-
-
-REMEMBERED = 512  # descriptors that a model remembers
-NEIGHBOURS = 4  # of them that stand for a target beyond all: one alone may have been an accident
-
-
-class Statistics(eqx.Module):
-    """What a model may want to know about the trajectories it learns from, and carries with it."""
-
-    descriptor: Scale
-    observation: Scale
-    # Noise on the actions with which the demonstrators reached their descriptors. Whoever imitates them
-    # plays with the same noise.
-    action_noise: Float[Array, ""]
-    # Descriptors that were demonstrated, and how far a target may be from them.
-    shown: Float[Array, f"{REMEMBERED} d"]
-    margin: Float[Array, ""]
-
-    @staticmethod
-    def none(sizes: Sizes) -> "Statistics":
-        """Of trajectories about which nothing is known: inputs and targets stay as they are."""
-        scales = Scale.none(sizes.descriptor), Scale.none(sizes.observation)
-        nowhere = jnp.zeros((REMEMBERED, sizes.descriptor))
-        return Statistics(*scales, jnp.zeros(()), nowhere, jnp.array(jnp.inf))
-
-    @staticmethod
-    def of(sample: Trajectory, action_noise: float) -> "Statistics":
-        """The margin is the mean distance of a descriptor to the next one."""
-        scales = Scale.of(sample.descriptor), Scale.of(sample.observations)
-        ends = np.unique(np.asarray(sample.descriptor, np.float32), axis=0)
-        apart = np.linalg.norm(ends[:, None] - ends, axis=-1)
-        np.fill_diagonal(apart, np.inf)
-        margin = apart.min(axis=1).mean() if len(ends) > 1 else 0.0
-        shown = ends[np.arange(REMEMBERED) % len(ends)]
-        noise = jnp.array(action_noise, jnp.float32)
-        return Statistics(*scales, noise, jnp.asarray(shown), jnp.array(margin, jnp.float32))
-
-    def as_wanted(self, config: TrainConfig) -> "Statistics":
-        """What a model of this config uses; the noise is part of what it imitates."""
-        wanted = self
-        if not config.normalise:
-            scales = [Scale.none(x.mean.size) for x in (self.descriptor, self.observation)]
-            wanted = eqx.tree_at(lambda s: (s.descriptor, s.observation), wanted, tuple(scales))
-        if not config.stay_within:
-            wanted = eqx.tree_at(lambda s: s.margin, wanted, jnp.array(jnp.inf))
-        return wanted
-
-    def within(self, target: Float[Array, " d"]) -> Float[Array, " d"]:
-        """The target; or, if it lies beyond the margin, the middle of what was shown next to it."""
-        distance = jnp.sqrt(jnp.sum((target - self.shown) ** 2, axis=1))
-        nearest = jnp.argsort(distance)[:NEIGHBOURS]
-        edge = jnp.mean(self.shown[nearest], axis=0)
-        return jnp.where(distance[nearest[0]] > self.margin, edge, target)
-
-
-class ConditionedPolicy(eqx.Module):
-    """One policy for any behaviour: it learns from trajectories, and plays towards a target."""
-
-    statistics: eqx.AbstractVar[Statistics]
-
-    def error(
-        self, trajectory: Trajectory, *, key: Key[Array, ""] | None = None
-    ) -> Float[Array, ""]:
-        """What training makes small. With a key, it may be random: dropout is on."""
-        raise NotImplementedError
-
-    def policy(self, target: Float[Array, " descriptor"]) -> Policy:
-        """Whoever plays towards this target."""
-        raise NotImplementedError
-
-    def decays(self) -> PyTree[bool]:
-        """Which arrays weight decay is for: matrices that are learned."""
-        matrices = jax.tree.map(lambda x: x.ndim >= 2, self)
-        fixed = jax.tree.map(lambda _: False, self.statistics)
-        return eqx.tree_at(lambda m: m.statistics, matrices, fixed)
-
-    def moves_by_muon(self) -> PyTree[bool]:
-        """Which arrays Muon is for: matrices between hidden layers."""
-        return jax.tree.map(lambda x: False, self)
-
-    def diagnose(self, batch: Trajectory) -> dict[str, Float[Array, "..."]]:
-        """Numbers about trajectories that were not learned from, which help to see what is wrong."""
-        return {}
-
-
-def play(
-    task: Task,
-    model: ConditionedPolicy,
-    targets: Float[Array, "targets d"],
-    keys: Key[Array, "targets episodes"],
-    record: Record = nothing,
-) -> Episodes:
-    """Plays episodes towards every target, many at once, with the noise that the model carries."""
-    noise = float(model.statistics.action_noise)
-    return rollout(task, targets, keys, model.policy, record, action_noise=noise)
-
-
 # --- the model ------------------------------------------------------------------------------------
-
-
-class Linear(eqx.Module):
-    weight: Float[Array, "in out"]
-    bias: Float[Array, " out"]
-
-    def __init__(self, size_in: int, size_out: int, *, scale: float = 0.02, key: Key[Array, ""]):
-        self.weight = scale * jax.random.normal(key, (size_in, size_out))
-        self.bias = jnp.zeros(size_out)
-
-    def __call__(self, x: Float[Array, "*token in"]) -> Float[Array, "*token out"]:
-        return multiply(x.astype(self.weight.dtype), self.weight) + self.bias
-
-
-class LayerNorm(eqx.Module):
-    weight: Float[Array, " width"]
-    bias: Float[Array, " width"]
-
-    def __init__(self, width: int):
-        self.weight, self.bias = jnp.ones(width), jnp.zeros(width)
-
-    def __call__(self, x: Float[Array, "*token width"]) -> Float[Array, "*token width"]:
-        wide = x.astype(jnp.float32)
-        centred = wide - wide.mean(-1, keepdims=True)
-        deviation = jnp.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
-        return (centred / deviation).astype(x.dtype) * self.weight + self.bias
-
-
-class Embedding(eqx.Module):
-    """A linear layer, then layer normalisation: one for each modality."""
-
-    linear: Linear
-    norm: LayerNorm
-
-    def __init__(self, size: int, width: int, *, key: Key[Array, ""]):
-        keys = jax.random.split(key)
-        linear = Linear(size, width, scale=1 / math.sqrt(size), key=keys[0])
-        # Normalisation forgets how long a vector is: with no bias, a target (0.1, 0.1) would look
-        # like (0.9, 0.9) until one is learned.
-        self.linear = eqx.tree_at(lambda x: x.bias, linear, jax.random.normal(keys[1], (width,)))
-        self.norm = LayerNorm(width)
-
-    def __call__(self, x: Float[Array, "*token in"]) -> Float[Array, "*token width"]:
-        return self.norm(self.linear(x))
 
 
 class Layer(eqx.Module):
@@ -356,7 +174,7 @@ class Layer(eqx.Module):
         first: int = 0,
         stride: int = 1,
     ) -> Float[Array, "query width"]:
-        """The layer's outputs for the tokens first, first + stride, ..., which read all before."""
+        """The layer's outputs for the tokens first, first + stride, ...; each reads all up to itself."""
         seed_attention, *seeds_residual = (None, None, None) if seeds is None else seeds
         q, k, v = self.project(x)
         y = causal_attention(q[:, first::stride], k, v, seed_attention, self.dropout, first, stride)
@@ -597,75 +415,19 @@ class Conditioned(eqx.Module):
         return act(self.model, memory, self.target, state.observation, state.descriptor)
 
 
-# --- without a memory -----------------------------------------------------------------------------
-
-
-class ConditionedMLP(ConditionedPolicy):
-    """Behaviour cloning: what to do follows from the observation and the target alone."""
-
-    layers: tuple[Linear, ...]
-    statistics: Statistics
-
-    def __init__(
-        self,
-        config: MLPConfig,
-        sizes: Sizes,
-        statistics: Statistics | None = None,
-        *,
-        key: Key[Array, ""],
-    ):
-        widths = (sizes.observation + sizes.descriptor, *config.hidden, sizes.action)
-        keys = jax.random.split(key, len(widths) - 1)
-        self.layers = tuple(
-            Linear(i, o, scale=math.sqrt(2 / i), key=k)  # He's, for layers that end in a ReLU
-            for i, o, k in zip(widths, widths[1:], keys, strict=False)
-        )
-        self.statistics = (statistics or Statistics.none(sizes)).as_wanted(config)
-
-    def __call__(
-        self,
-        descriptor: Float[Array, " descriptor"],
-        observations: Float[Array, "*time observation"],
-    ) -> Float[Array, "*time action"]:
-        """The action for each observation."""
-        seen = self.statistics.observation(observations)
-        goal = self.statistics.descriptor(descriptor)
-        goals = jnp.broadcast_to(goal, (*seen.shape[:-1], goal.size))
-        x = jnp.concatenate([seen, goals], axis=-1)
-        for layer in self.layers[:-1]:
-            x = jax.nn.relu(layer(x))
-        return self.layers[-1](x)
-
-    def error(
-        self, trajectory: Trajectory, *, key: Key[Array, ""] | None = None
-    ) -> Float[Array, ""]:
-        predicted = self(trajectory.descriptor, trajectory.observations)
-        return jnp.mean((predicted - trajectory.actions) ** 2)
-
-    def policy(self, target: Float[Array, " descriptor"]) -> "Aimed":
-        return Aimed(self, self.statistics.within(target))
-
-    def moves_by_muon(self) -> PyTree[bool]:
-        """As in the QDT, the first and the last layer stay with Adam."""
-        none = jax.tree.map(lambda _: False, self)
-        between = lambda model: [layer.weight for layer in model.layers[1:-1]]  # noqa: E731
-        return eqx.tree_at(between, none, replace_fn=lambda _: True)
-
-
-class Aimed(eqx.Module):
-    """The MLP with a target: a policy for the engine that remembers nothing."""
-
-    model: ConditionedMLP
-    target: Float[Array, " descriptor"]
-
-    def start(self) -> tuple[()]:
-        return ()
-
-    def act(self, memory: tuple[()], state: State) -> tuple[Float[Array, " action"], tuple[()]]:
-        return self.model(self.target, state.observation).clip(-1, 1), memory
-
-
 # --- all models -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MLPConfig(TrainConfig):
+    """A network without memory, to see what the Transformer is worth."""
+
+    # Layers between observation and target on one side and the action on the other.
+    hidden: tuple[int, ...] = (512, 512, 512)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_layers(self, "hidden")
 
 
 @dataclass(frozen=True)
@@ -716,32 +478,19 @@ def load_model(directory: Path, task: Task) -> ConditionedPolicy:
     return machine.replicate(load_arrays(path, like)[0])
 
 
+def play(
+    task: Task,
+    model: ConditionedPolicy,
+    targets: Float[Array, "targets d"],
+    keys: Key[Array, "targets episodes"],
+    record: Record = nothing,
+) -> Episodes:
+    """Plays episodes towards every target, many at once, with the noise that the model carries."""
+    noise = float(model.statistics.action_noise)
+    return rollout(task, targets, keys, model.policy, record, action_noise=noise)
+
+
 # --- one step of training -------------------------------------------------------------------------
-
-
-def learning_rate(config: TrainConfig, total: int) -> optax.Schedule:
-    """Constant as in the paper, after a warm-up if there is one; `decay`: a half cosine to zero."""
-    rate, warmup = config.learning_rate, config.warmup_steps
-    first = rate / max(warmup, 1)
-    if config.decay:
-        return optax.warmup_cosine_decay_schedule(first, rate, warmup, max(total, warmup + 1))
-    if warmup:
-        return optax.warmup_constant_schedule(first, rate, warmup)
-    return optax.constant_schedule(rate)
-
-
-def optimiser(config: TrainConfig, total: int) -> optax.GradientTransformation:
-    """For a training of `total` steps."""
-    direction = optax.scale_by_adam()
-    if config.optimiser == "muon":
-        direction = optax.multi_transform(
-            {True: scale_by_muon(), False: direction}, methodcaller("moves_by_muon")
-        )
-    return optax.chain(
-        direction,
-        optax.add_decayed_weights(config.weight_decay, mask=methodcaller("decays")),
-        optax.scale_by_learning_rate(learning_rate(config, total)),
-    )
 
 
 def loss(
@@ -888,7 +637,7 @@ class Training:
         noise = self.data.meta.config.action_noise
         known = Statistics.of(self.data.batch(drawn), noise)
         model = make_model(self.task, self.config, known, key=key)
-        # The best model is a copy in memory of its own.
+        # The best model is a copy, with memory of its own.
         best = Best(jax.tree.map(jnp.array, model), jnp.array(jnp.inf))
         moments = optimiser(self.config, self.total).init(model)
         return TrainingState(model, moments, best, jnp.zeros(()), jnp.zeros((), jnp.int32))

@@ -1,9 +1,9 @@
 """A conditioned model of one's own. An afternoon, after lesson 5.
 
-Is a Transformer needed? A `qdt.py::ConditionedPolicy` is anything that has an error on one trajectory
+Is a Transformer needed? A `qdt.ConditionedPolicy` is anything that has an error on one trajectory
 (`error`) and a policy for a target (`policy`); training, evaluation and report know nothing else. Write
 one without attention: for instance a small network of target, observation and time. (The project's
-plain network, `qdt.py::ConditionedMLP`, does not count; it does not know the time.)
+plain network, `qdt.ConditionedMLP`, does not count; it does not know the time.)
 
 `make(config, sizes, statistics, key=...)` returns the untrained model, `config` says how it is trained:
 return it from `settings()`, a `qdt.TrainConfig` with at most 8 epochs. The check trains it on 1,024

@@ -4,7 +4,9 @@ Nobody has to open this package to understand or change the method, which is in 
 Those may import from here; nothing in here imports from them.
 
     machine, engine, lanes, robots    devices, many episodes at once, brax's physics as fast as it gets
-    attention, muon                   a Transformer's costly parts
+    conditioned, mlp                  what a model is and may know; one without memory
+    layers, attention                 a Transformer's parts
+    optimiser, muon, gradients        how a model is moved, with large batches
     streams                           where randomness comes from
     files, runs, shards, minari       what is on disk, and how it gets there whole or not at all
     config, presets.toml, driver      settings, plans, and the loop around every search and training

@@ -17,10 +17,12 @@ import qdt
 from dataset import Sizes, Trajectory
 from envs import TaskConfig, make_task, rollout
 from machinery import attention, machine, muon
+from machinery.conditioned import Scale
 from machinery.config import make_config
 from machinery.driver import drive
 from machinery.files import UserError
 from machinery.gradients import loss_and_gradient
+from machinery.optimiser import learning_rate
 from machinery.runs import Stage
 from machinery.streams import stream
 
@@ -187,8 +189,8 @@ def test_a_new_embedding_tells_long_inputs_from_short_ones():
 
 def test_normalising_inside_the_model_is_normalising_its_inputs():
     trajectory, config = trajectories(), replace(SMALL, normalise=True)
-    descriptor = qdt.Scale(jnp.array([0.5, 1.0]), jnp.array([2.0, 3.0]))
-    observation = qdt.Scale(trajectory.observations.mean(0), trajectory.observations.std(0))
+    descriptor = Scale(jnp.array([0.5, 1.0]), jnp.array([2.0, 3.0]))
+    observation = Scale(trajectory.observations.mean(0), trajectory.observations.std(0))
     by_hand = eqx.tree_at(
         lambda t: (t.descriptor, t.observations),
         trajectory,
@@ -324,7 +326,7 @@ def test_only_memory_depends_on_how_many_trajectories_are_held_at_once():
 
 def test_the_rate_warms_up_and_falls_as_it_is_told_to():
     config = replace(SMALL, learning_rate=0.5)
-    rates = lambda **how: qdt.learning_rate(replace(config, **how), 10)  # noqa: E731
+    rates = lambda **how: learning_rate(replace(config, **how), 10)  # noqa: E731
     constant, warm = rates(), rates(warmup_steps=4)
     both = rates(warmup_steps=4, decay=True)
     assert [float(constant(i)) for i in (0, 5, 9)] == [0.5] * 3
@@ -366,7 +368,7 @@ def test_orthogonal_steps_keep_the_singular_vectors():
 
 def test_training_leaves_the_statistics_alone_and_decays_matrices_only():
     known = qdt.Statistics(
-        qdt.Scale(jnp.array([0.5, 1.0]), jnp.array([2.0, 3.0])),
+        Scale(jnp.array([0.5, 1.0]), jnp.array([2.0, 3.0])),
         RAW.observation,
         jnp.array(0.3),
         RAW.shown + 0.7,
@@ -576,7 +578,7 @@ def test_an_mlp_learns_from_the_same_batches_and_goes_where_it_is_told(data):
 def test_an_mlp_remembers_nothing_and_normalises_as_the_qdt_does():
     random = np.random.default_rng(0)
     draw = lambda *shape: jnp.array(random.normal(size=shape), jnp.float32)  # noqa: E731
-    scales = qdt.Scale(draw(2), jnp.abs(draw(2)) + 1), qdt.Scale(draw(5), jnp.abs(draw(5)) + 1)
+    scales = Scale(draw(2), jnp.abs(draw(2)) + 1), Scale(draw(5), jnp.abs(draw(5)) + 1)
     known = qdt.Statistics(*scales, jnp.array(0.1), RAW.shown, RAW.margin)
     model = qdt.ConditionedMLP(MLP, SIZES, known, key=jax.random.key(0))
     raw = qdt.ConditionedMLP(replace(MLP, normalise=False), SIZES, known, key=jax.random.key(0))
