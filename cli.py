@@ -14,9 +14,10 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
-from typer.core import TyperCommand
+from jaxtyping import PyTree
 
 import dataset as datasets
 import envs
@@ -40,7 +41,8 @@ from machinery import (
     demand,
     estimate,
     machine,
-    plots,
+    options,
+    overview,
     pretrained,
     quotes,
     reproduction,
@@ -49,14 +51,15 @@ from machinery import (
 )
 from machinery.demand import Cast, Setting
 from machinery.driver import Stopped, drive, tell, time_text
-from machinery.files import UserError, read_json, save_arrays, write_json, write_safely
-from machinery.gather import Found, accuracies, gather, with_results
+from machinery.files import UserError, save_arrays, write_json, write_safely
+from machinery.gather import Found, gather, print_accuracies, with_results
+from machinery.options import RegistryCommand, flag, join_cluster, join_target
 from machinery.plans import STAGES, Asked, Changes, Plan, Planner, changes_of, plain
 from machinery.report import write_report
-from machinery.reproduction import OWN, Job
-from machinery.runs import PLAN, find_runs, open_stage, read_stage_config, variant
+from machinery.reproduction import Maker, Stages
+from machinery.runs import find_runs, open_stage, read_stage_config, variant
 from machinery.streams import stream
-from machinery.viewer import Accuracy, Playback
+from machinery.viewer import Playback
 from me_ls import RULES, Repertoire, load_repertoire, make_search, repertoire_metrics, spread
 from qdt import MODELS, ConditionedPolicy, Training, find_model, load_model, play
 
@@ -72,107 +75,15 @@ PLANS = Planner(TaskConfig, RULES, DatasetConfig, MODELS, check=make_task)
 
 Prune = StrEnum("Prune", {name: name for name in datasets.PRUNINGS})
 Experiment = StrEnum("Experiment", {name: name for name in (*EXPERIMENTS, "generalize")})
-
-
-class RegistryCommand(TyperCommand):
-    """Help that lists what is registered by the time it is asked for."""
-
-    def get_help(self, ctx: Any) -> str:
-        fill_in_registries(self.params)
-        return super().get_help(ctx)
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        fill_in_registries(self.params)
-        super().format_help(ctx, formatter)
-
-
-def fill_in_registries(params: Sequence[Any]) -> None:
-    rules = "; ".join(f"{name}: {rule.about}" for name, rule in RULES.items())
-    for param in params:
-        if text := getattr(param, "help", None):
-            searches = reproduction.content()["searches"]
-            lists = {"@tasks": envs.TASKS, "@parts": reproduction.parts(), "@searches": searches}
-            for word, names in lists.items():
-                text = text.replace(word, ", ".join(names))
-            param.help = text.replace("@rules", rules)
-
-
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
-RunsArgument = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")]
-PresetOption = Annotated[
-    str | None,
-    typer.Option(
-        help="The sizes of everything. tiny: point-omni, a minute; laptop: Halfcheetah or Ant, "
-        "shortened for two cores; paper: the paper's, for an accelerator.",
-        show_default="laptop",
-    ),
-]
-ConfigOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="A written plan (RUN/plan.json) instead of a preset.",
-        show_default=False,
-    ),
-]
-TaskOption = Annotated[
-    str | None, typer.Option(help="One of @tasks.", show_default="the preset's own")
-]
-AlgoOption = Annotated[
-    str | None, typer.Option(help="The algorithm. @rules.", show_default="me-ls")
-]
-SeedOption = Annotated[
-    int | None,
-    typer.Option(help="Determines every random number.", min=0, max=2**31 - 1, show_default="0"),
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="STAGE.FIELD=VALUE",
-        help="Any field of the stages that the command makes, such as search.cells=256 or "
-        "task.length=100, or of the machine, such as machine.micro_batch=32. Can be repeated; "
-        "`qdt run --dry-run` lists all fields.",
-        show_default="as in the preset",
-    ),
-]
-NameOption = Annotated[
-    str | None,
-    typer.Option(help="A name for a variant beside the run's own.", show_default=False),
-]
-Distributed = Annotated[
-    bool,
-    typer.Option(
-        "--distributed",
-        help="Join a JAX cluster (SLURM and TPU pods are detected).",
-        show_default="off",
-    ),
-]
-Coordinator = Annotated[
-    str | None,
-    typer.Option(
-        metavar="HOST:PORT",
-        help="Join a cluster that is not detected: the address of process 0.",
-        show_default="off",
-    ),
-]
-NumProcesses = Annotated[
-    int | None, typer.Option(help="With --coordinator: how many there are.", show_default=False)
-]
-ProcessId = Annotated[
-    int | None,
-    typer.Option(help="With --coordinator: which one this is, from 0.", show_default=False),
-]
-
-
-def join_cluster(
-    distributed: bool, coordinator: str | None, num_processes: int | None, process_id: int | None
-) -> None:
-    """Where a command is one of several processes."""
-    if not coordinator and (num_processes, process_id) != (None, None):
-        raise UserError("--num-processes and --process-id go with --coordinator HOST:PORT.")
-    if distributed or coordinator:
-        machine.join_cluster(coordinator, num_processes, process_id)
+# What help texts name: whatever is registered by the time they are asked for.
+options.LISTS.update(
+    {
+        "@tasks": lambda: ", ".join(envs.TASKS),
+        "@rules": lambda: "; ".join(f"{name}: {rule.about}" for name, rule in RULES.items()),
+        "@parts": lambda: ", ".join(reproduction.parts()),
+        "@searches": lambda: ", ".join(reproduction.content()["searches"]),
+    }
+)
 
 
 # --- runs -------------------------------------------------------------------------------------------
@@ -211,16 +122,6 @@ class Run(runs.Run):
         models = {name: self.model(name) for name in self.models_for(experiment)}
         repertoire = None if self.is_pretrained else self.repertoire()
         return Subject(self.task, self.plan.seed, repertoire, models)
-
-    def accuracy_map(self) -> Accuracy | None:
-        """How near to every goal its own model and its repertoire come, if that was evaluated."""
-        if not self.is_evaluated("accuracy"):
-            return None
-        result = read_json(self.result_path("accuracy"))["result"]
-        players = {"model": self.plan.train.model, "repertoire": "repertoire"}
-        own = {name: result[key] for name, key in players.items() if key in result}
-        distance = {name: np.array(found["distance"], float) for name, found in own.items()}
-        return Accuracy(np.array(own["model"]["goals"]), distance)
 
 
 def open_run(directory: Path) -> Run:
@@ -369,18 +270,15 @@ def paper_plan(plan: Plan) -> dict[str, Any]:
 
 @app.command(cls=RegistryCommand)
 def run(
-    preset: PresetOption = None,
-    config: ConfigOption = None,
-    task: TaskOption = None,
-    seed: SeedOption = None,
+    preset: options.Preset = None,
+    config: options.Config = None,
+    task: options.Task = None,
+    seed: options.Seed = None,
     out: Annotated[Path, typer.Option(help="Where the runs and the report go.")] = Path("runs/new"),
     dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Print the plan and an estimate, do nothing.", show_default="off"
-        ),
+        bool, flag("--dry-run", "Print the plan and an estimate, do nothing.")
     ] = False,
-    set_: SetOption = None,
+    set_: options.Set = None,
 ) -> None:
     """The whole pipeline: ME and ME-LS, dataset, QDT, experiments, report."""
     changes = changes_of(set_, STAGES)
@@ -396,14 +294,10 @@ def run(
 
 def run_all(plans: list[Plan], out: Path) -> None:
     """Search with ME and ME-LS, dataset, QDT, experiments, report; continues where it was."""
-    began = time.monotonic()
-    times: list[tuple[str, float]] = []
+    began: list[tuple[str, float]] = []
 
     def stage(number: int, name: str, why: str) -> None:
-        now = time.monotonic()
-        if times:
-            times[-1] = (times[-1][0], now - times[-1][1])
-        times.append((name, now))
+        began.append((name, time.monotonic()))
         tell(f"\n[{number}/6] {name}: {why}")
 
     stage(1, "MAP-Elites", "the baseline; it keeps whatever was lucky in its only episode.")
@@ -425,32 +319,21 @@ def run_all(plans: list[Plan], out: Path) -> None:
     stage(6, "Report", "tables and figures beside the paper's.")
     found = found_runs([baseline.directory, ours.directory])
     page = write_report(found, out / "report")
-    times[-1] = (times[-1][0], time.monotonic() - times[-1][1])
+    began.append(("end", time.monotonic()))
 
     print_accuracies(found)
-    spent = ", ".join(f"{name} {time_text(seconds)}" for name, seconds in times)
+    spent = ", ".join(f"{name} {time_text(b - a)}" for (name, a), (_, b) in pairwise(began))
     task = ours.task
     middle = " ".join(f"{(a + b) / 2:g}" for a, b in zip(task.low, task.high, strict=True))
-    tell(f"\n{time_text(time.monotonic() - began)} in all: {spent}.")
+    tell(f"\n{time_text(began[-1][1] - began[0][1])} in all: {spent}.")
     tell(f"The report is {page}. Next, ask for a behaviour and look at it:")
     tell(f"  qdt act {ours.directory} --target {middle} --html behaviour.html")
 
 
-def print_accuracies(found: dict[str, list[Found]]) -> None:
-    for of_task in found.values():
-        good = of_task[0].task.good_distance
-        tell(f"\n{'method':<38}{'distance':>10}{'goals reached':>15}{'spread':>10}")
-        for method, results in accuracies(of_task).items():
-            for result in results.values():
-                near = np.mean(np.array(result["distance"], float) <= good)
-                distance, spread = result["mean_distance"], result["mean_spread"]
-                tell(f"{method:<38}{distance:>10.4f}{near:>15.0%}{spread:>10.4f}")
-
-
 @app.command(cls=RegistryCommand)
 def reproduce(
-    preset: PresetOption = None,
-    task: TaskOption = None,
+    preset: options.Preset = None,
+    task: options.Task = None,
     seeds: Annotated[
         str | None,
         typer.Option(help="Such as 0-4 or 0,2.", show_default="0-4; tiny: 0"),
@@ -471,7 +354,7 @@ def reproduce(
         Path | None,
         typer.Option(help="Where the runs and the report go.", show_default="runs/reproduce-TASK"),
     ] = None,
-    set_: SetOption = None,
+    set_: options.Set = None,
 ) -> None:
     """All tables and figures: every search, dataset, model, variant and experiment, and the report."""
     preset, changes = preset or "laptop", changes_of(set_, STAGES)
@@ -481,85 +364,33 @@ def reproduce(
     ]
     jobs = reproduction.plan_jobs(chosen, *names)
     named = PLANS.asked(Asked(preset, task=task)).task.task
-    maker = Maker(
-        out or Path("runs") / f"reproduce-{named}", Asked(preset, task=task, changes=changes)
-    )
-    reproduction.do_jobs(jobs, maker.is_done, maker.do, maker.out / "times.json")
+    out = out or Path("runs") / f"reproduce-{named}"
+    stages = Stages(open_run, do_search, do_dataset, do_train, do_evaluate, report_all)
+    maker = Maker(out, Asked(preset, task=task, changes=changes), PLANS, stages)
+    reproduction.do_jobs(jobs, maker.is_done, maker.do, out / "times.json")
 
 
-@dataclass(frozen=True)
-class Maker:
-    """Does the jobs of a reproduction: OUT/seed-SEED/ALGO is a run."""
-
-    out: Path
-    asked: Asked
-
-    def directory(self, job: Job) -> Path:
-        return self.out / f"seed-{job.seed}" / job.algo
-
-    def plan(self, job: Job) -> Plan:
-        return PLANS.asked(replace(self.asked, algo=job.algo, seed=job.seed))
-
-    def is_done(self, job: Job) -> bool:
-        """Whether its result is there. A run that was made with another plan is refused."""
-        directory = self.directory(job)
-        if job.stage == "report" or not (directory / PLAN).exists():
-            return False
-        if job.stage == "search":
-            with PLANS.begin_run(directory, self.plan(job)) as plan:
-                return Run(directory, plan).repertoire_path.exists()
-        run = open_run(directory)
-        if job.stage == "dataset":
-            return (directory / variant("dataset", job.what) / "meta.json").exists()
-        if job.stage == "train":
-            name = run.plan.train.model if job.what == OWN else job.what
-            return name in run.model_paths()
-        return run.repertoire_path.exists() and run.is_evaluated(job.what)
-
-    def do(self, job: Job) -> None:
-        if job.stage == "search":
-            do_search(self.directory(job), self.plan(job))
-        elif job.stage == "report":
-            found = found_runs([self.out])
-            page = write_report(found, self.out / "report")
-            print_accuracies(found)
-            tell(f"The report is {page}.")
-        else:
-            self.do_stage(open_run(self.directory(job)), job)
-
-    def do_stage(self, run: Run, job: Job) -> None:
-        if job.stage == "dataset":
-            fields = reproduction.datasets().get(job.what, {})
-            do_dataset(run, {"dataset": as_text(fields)}, job.what or None)
-        elif job.stage == "evaluate":
-            do_evaluate(run, job.what)
-        elif job.what == OWN:
-            do_train(run, {})
-        else:
-            recipe = reproduction.recipes()[job.what]
-            fields = {"model": "qdt"} | recipe.train
-            name = job.what.removeprefix(fields["model"]).removeprefix("-")
-            do_train(run, {"train": as_text(fields)}, name or None, recipe.dataset)
-
-
-def as_text(fields: dict[str, Any]) -> dict[str, str]:
-    """Fields of a file as the command line would give them."""
-    return {name: str(value) for name, value in fields.items()}
+def report_all(out: Path) -> None:
+    """The report on all runs in a directory."""
+    found = found_runs([out])
+    page = write_report(found, out / "report")
+    print_accuracies(found)
+    tell(f"The report is {page}.")
 
 
 @app.command(cls=RegistryCommand)
 def search(
     out: Annotated[Path, typer.Option(help="The run directory; it continues if it is there.")],
-    task: TaskOption = None,
-    algo: AlgoOption = None,
-    preset: PresetOption = None,
-    config: ConfigOption = None,
-    seed: SeedOption = None,
-    set_: SetOption = None,
-    distributed: Distributed = False,
-    coordinator: Coordinator = None,
-    num_processes: NumProcesses = None,
-    process_id: ProcessId = None,
+    task: options.Task = None,
+    algo: options.Algo = None,
+    preset: options.Preset = None,
+    config: options.Config = None,
+    seed: options.Seed = None,
+    set_: options.Set = None,
+    distributed: options.Distributed = False,
+    coordinator: options.Coordinator = None,
+    num_processes: options.NumProcesses = None,
+    process_id: options.ProcessId = None,
 ) -> None:
     """Stage 1: policies that cover the behaviour space. Writes the plan of all stages."""
     join_cluster(distributed, coordinator, num_processes, process_id)
@@ -569,33 +400,27 @@ def search(
 
 @app.command()
 def dataset(
-    run: RunArgument,
-    name: NameOption = None,
+    run: options.Run,
+    name: options.Name = None,
     trajectories: Annotated[
         int | None, typer.Option(help="How many are stored.", show_default="the plan's number")
     ] = None,
     naive: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--naive",
-            help="The variant for which all policies play, not the best of each zone, and all that "
-            "they play is stored.",
-            show_default="off",
+            "The variant for which all policies play, not the best of each zone, and all that they "
+            "play is stored.",
         ),
     ] = False,
     show: Annotated[
-        bool,
-        typer.Option(
-            "--show",
-            help="Only draw the density of the dataset that is there.",
-            show_default="off",
-        ),
+        bool, flag("--show", "Only draw the density of the dataset that is there.")
     ] = False,
-    set_: SetOption = None,
-    distributed: Distributed = False,
-    coordinator: Coordinator = None,
-    num_processes: NumProcesses = None,
-    process_id: ProcessId = None,
+    set_: options.Set = None,
+    distributed: options.Distributed = False,
+    coordinator: options.Coordinator = None,
+    num_processes: options.NumProcesses = None,
+    process_id: options.ProcessId = None,
 ) -> None:
     """Stage 2: the selected policies of a repertoire play trajectories."""
     join_cluster(distributed, coordinator, num_processes, process_id)
@@ -607,40 +432,17 @@ def dataset(
         name = name or "naive"
         fields |= {"naive": "true"} | ({} if "typical" in fields else {"typical": "false"})
     if show:
-        show_dataset(open_run(run), name)
+        lineage = open_run(run)
+        data = lineage.dataset(name)
+        overview.show_dataset(lineage.task, data, datasets.density(data)[0], name)
     else:
         do_dataset(open_run(run), changes, name)
 
 
-def show_dataset(run: Run, name: str | None) -> None:
-    """Prints and draws where the trajectories of a dataset ended."""
-    data, task = run.dataset(name), run.task
-    counts, _ = datasets.density(data)
-    zones = len(data.meta.selection.centroids)
-    print(
-        f"{len(data):,} trajectories of {len(set(data.policy))} policies; "
-        f"{len(set(data.zone))} of {zones} zones have a policy."
-    )
-    if (hits := data.meta.selection.hits) is not None:
-        tried = data.meta.config.selection_episodes
-        print(
-            f"Of {tried} episodes before the selection, {hits.mean():.1f} ended in the zone of "
-            f"their policy (least {hits.min()}, most {hits.max()})."
-        )
-    for reason, count in data.left_out.items():
-        print(f"{count:,} episodes were left out: {reason}.")
-    if task.descriptor_size == 2:
-        title = name or "all"
-        figure = plots.density_map({title: counts}, task.low, task.high, task.axes)
-        path = data.directory / "density.png"
-        plots.save(figure, path)
-        print(path)
-
-
 @app.command()
 def train(
-    run: RunArgument,
-    name: NameOption = None,
+    run: options.Run,
+    name: options.Name = None,
     data: Annotated[
         str | None,
         typer.Option(
@@ -650,15 +452,12 @@ def train(
     prune: Annotated[
         Prune | None, typer.Option(help="Leave out a part of the dataset.", show_default=False)
     ] = None,
-    naive: Annotated[
-        bool,
-        typer.Option("--naive", help="Learn from the naive dataset.", show_default="off"),
-    ] = False,
-    set_: SetOption = None,
-    distributed: Distributed = False,
-    coordinator: Coordinator = None,
-    num_processes: NumProcesses = None,
-    process_id: ProcessId = None,
+    naive: Annotated[bool, flag("--naive", "Learn from the naive dataset.")] = False,
+    set_: options.Set = None,
+    distributed: options.Distributed = False,
+    coordinator: options.Coordinator = None,
+    num_processes: options.NumProcesses = None,
+    process_id: options.ProcessId = None,
 ) -> None:
     """Stage 3: the Quality-Diversity Transformer learns from the dataset."""
     join_cluster(distributed, coordinator, num_processes, process_id)
@@ -678,7 +477,7 @@ def evaluate(
             "table 5; generalize: figures 7 and 13; calibrate: ours."
         ),
     ],
-    runs: RunsArgument,
+    runs: options.Runs,
 ) -> None:
     """An experiment of the paper on every run given: RUN/evaluation/EXPERIMENT.json; `report` draws."""
     for run in runs:
@@ -687,7 +486,7 @@ def evaluate(
 
 @app.command()
 def act(
-    run: RunArgument,
+    run: options.Run,
     target: Annotated[
         list[str],
         typer.Option(
@@ -695,7 +494,7 @@ def act(
             help="The behaviour that is asked for, a number per axis. Can be repeated.",
         ),
     ],
-    episodes: Annotated[int, typer.Option(help="From as many random starts.")] = 5,
+    episodes: Annotated[int, typer.Option(help="From how many random starts.")] = 5,
     seed: Annotated[
         int, typer.Option(help="Determines the random starts.", min=0, max=2**31 - 1)
     ] = 0,
@@ -753,13 +552,13 @@ def playbacks_of(film: Film) -> list[Playback]:
 
 @app.command()
 def serve(
-    run: RunArgument,
+    run: options.Run,
     host: Annotated[
         str, typer.Option(help="The address to listen on; 0.0.0.0 is all of this machine's.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     starts: Annotated[
-        int, typer.Option(help="From as many random starts at once.", min=1, max=32)
+        int, typer.Option(help="From how many random starts at once.", min=1, max=32)
     ] = 4,
     seed: Annotated[
         int, typer.Option(help="Determines the first random starts.", min=0, max=2**31 - 1)
@@ -788,12 +587,12 @@ def cast_of(run: Run, starts: int) -> Cast:
         return playbacks_of(film(task, players[who], jnp.array(targets, float), keys, noise))
 
     noise = float(model.statistics.action_noise)
-    return Cast(setting_of(run), titles, noise, play, run.accuracy_map())
+    return Cast(setting_of(run), titles, noise, play, demand.accuracy_map(run))
 
 
 @app.command()
 def export(
-    run: RunArgument,
+    run: options.Run,
     out: Annotated[
         Path, typer.Argument(metavar="DIR", help="Where it goes, such as pretrained/ant-omni.")
     ],
@@ -819,7 +618,7 @@ def export(
 
 
 @app.command()
-def show(run: RunArgument) -> None:
+def show(run: options.Run) -> None:
     """What is in a run, with the maps of its repertoire."""
     lineage = open_run(run)
     task, repertoire, config = lineage.task, lineage.repertoire(), lineage.plan.search
@@ -837,27 +636,14 @@ def show(run: RunArgument) -> None:
             f"  {path.parent.name}: {len(data):,} trajectories of {len(set(data.policy))} policies"
         )
     for name in lineage.model_paths():
-        arrays = jax.tree.leaves(eqx.filter(lineage.model(name), eqx.is_array))
-        print(f"  {name}: {sum(x.size for x in arrays):,} parameters")
-    if task.descriptor_size == 2:
-        for name in ("fitness", "spread") if episodes > 1 else ("fitness",):
-            values = np.where(repertoire.occupied, getattr(repertoire, name), np.nan)
-            figure = plots.cell_maps(
-                {config.algo: (repertoire.centroids, values)},
-                task.low,
-                task.high,
-                task.axes,
-                name,
-                lighter_is="high" if name == "fitness" else "low",
-            )
-            path = run / "search" / f"{name}.png"
-            plots.save(figure, path)
-            print(f"  {path}")
+        parameters = count(eqx.filter(lineage.model(name), eqx.is_array))
+        print(f"  {name}: {parameters:,} parameters")
+    overview.draw_maps(task, repertoire, config.algo, run / "search", with_spread=episodes > 1)
 
 
 @app.command()
 def report(
-    runs: RunsArgument,
+    runs: options.Runs,
     out: Annotated[Path, typer.Option(help="Where report.html and the tables go.")] = Path(
         "report"
     ),
@@ -886,47 +672,24 @@ def report(
 
 def print_plan(plans: list[Plan]) -> None:
     """What `run` would do, and how long it would take here by a short measurement."""
-    plan = plans[-1]
-    config, played = plan.search, make_task(plan.task)
-    print(f"{plan.preset or 'a written plan'} on {plan.task.task}")
+    plan, task = plans[-1], make_task(plans[-1].task)
     estimate.print_settings(plan)
-    speed = measure_steps_per_second(plan)
-    print(f"\nThis machine: {speed:,.0f} environment steps per second.\n")
-    total = 0.0
-    for each in plans:
-        search = make_search(played, each.search)
-        steps = search.iterations * search.steps_per_iteration
-        total += steps / speed
-        print(
-            f"{each.search.algo:<8}{search.iterations:>12,} iterations "
-            f"{steps // played.length:>14,} episodes {steps:>18,} steps "
-            f"{time_text(steps / speed):>12}"
-        )
-    state = eqx.filter_eval_shape(make_search(played, config).init, jax.random.key(0))
-    size = sum(x.size for x in jax.tree.leaves(state.repertoire.policies)) // config.cells
-    print(
-        f"        a policy has {size:,} weights; the repertoire takes "
-        f"{estimate.size_text(4 * size * config.cells)}, "
-        f"a batch {estimate.size_text(4 * size * config.batch)}"
+    searches = [make_search(task, each.search) for each in plans]
+    state = eqx.filter_eval_shape(searches[-1].init, jax.random.key(0))
+    model = eqx.filter_eval_shape(qdt.make_model, task, plan.train, key=jax.random.key(0))
+    costs = estimate.Costs(
+        [(each.iterations, each.steps_per_iteration) for each in searches],
+        policy=count(state.repertoire.policies) // plan.search.cells,
+        stored=datasets.bytes_on_disk(task, plan.dataset),
+        model=count(model),
+        steps_per_second=measure_steps_per_second(plan),
+        trajectories_per_second=measure_trajectories_per_second(plan),
     )
-    steps = plan.dataset.trajectories * played.length
-    total += steps / speed
-    least = "at least " if plan.dataset.typical else ""  # the others are played and left out
-    print(
-        f"dataset {plan.dataset.trajectories:>12,} trajectories {least}{steps:>12,} steps, "
-        f"{estimate.size_text(datasets.bytes_on_disk(played, plan.dataset))} on disk "
-        f"{time_text(steps / speed):>12}"
-    )
-    model = eqx.filter_eval_shape(qdt.make_model, played, plan.train, key=jax.random.key(0))
-    parameters = sum(x.size for x in jax.tree.leaves(model))
-    rate = measure_trajectories_per_second(plan)
-    seen = plan.train.epochs * plan.dataset.trajectories
-    total += seen / rate
-    print(
-        f"{plan.train.model:<8}{parameters:>12,} parameters {plan.train.epochs} epochs, "
-        f"{seen:,} trajectories at {rate:,.1f} per second {time_text(seen / rate):>12}"
-    )
-    print(f"\nAbout {time_text(total)} in all, without experiments and compilation.")
+    estimate.print_costs(plans, costs)
+
+
+def count(arrays: PyTree) -> int:
+    return sum(x.size for x in jax.tree.leaves(arrays))
 
 
 def measure_steps_per_second(plan: Plan) -> float:
@@ -957,28 +720,6 @@ def measure_trajectories_per_second(plan: Plan) -> float:
 
 
 # --- the command line itself ------------------------------------------------------------------------
-
-
-def join_target(arguments: list[str]) -> list[str]:
-    """`--target -3 4` as `--target "-3 4"`: as many numbers as follow, negative ones too."""
-    joined: list[str] = []
-    rest = list(arguments)
-    while rest:
-        joined.append(rest.pop(0))
-        if joined[-1] == "--target":
-            numbers = []
-            while rest and _is_number(rest[0]):
-                numbers.append(rest.pop(0))
-            joined += [" ".join(numbers)] if numbers else []
-    return joined
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def main() -> None:

@@ -17,7 +17,8 @@ from jaxtyping import Float
 
 from machinery import pictures, server, viewer
 from machinery.driver import tell
-from machinery.files import UserError, write_safely
+from machinery.files import UserError, read_json, write_safely
+from machinery.runs import Run
 from machinery.viewer import Accuracy, Playback, Scene
 
 PARTS = 25  # of an episode that is served; in each of them another target may be asked for
@@ -154,6 +155,17 @@ class Cast:
         films = {who: self.film(who, targets, wish.seed, noise) for who in wish.players}
         with told_if_diverged():
             return viewer.pack(self.setting.scene, films, last)
+
+
+def accuracy_map(run: Run) -> Accuracy | None:
+    """How near to every goal the model and the repertoire of a run come, if that was evaluated."""
+    if not run.is_evaluated("accuracy"):
+        return None
+    result = read_json(run.result_path("accuracy"))["result"]
+    players = {"model": run.plan.train.model, "repertoire": "repertoire"}
+    own = {name: result[key] for name, key in players.items() if key in result}
+    distance = {name: np.array(found["distance"], float) for name, found in own.items()}
+    return Accuracy(np.array(own["model"]["goals"]), distance)
 
 
 def serve(cast: Cast, host: str, port: int, seed: int) -> None:

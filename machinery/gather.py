@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from machinery.config import describe_difference
+from machinery.driver import tell
 from machinery.files import UserError, read_json
 from machinery.reproduction import OWN, tables
 from machinery.runs import read_metrics
@@ -181,6 +182,18 @@ def accuracies(runs: Sequence[Found], wanted: Callable[[str], bool] = is_main) -
                 if wanted(name) and (name == run.plan["train"]["model"]) == is_own:
                     rows[run.model_name(name)][run.seed] = result
     return dict(rows)
+
+
+def print_accuracies(found: dict[str, list[Found]]) -> None:
+    """The table with which a run ends."""
+    for of_task in found.values():
+        good = of_task[0].task.good_distance
+        tell(f"\n{'method':<38}{'distance':>10}{'goals reached':>15}{'spread':>10}")
+        for method, results in accuracies(of_task).items():
+            for result in results.values():
+                near = np.mean(np.array(result["distance"], float) <= good)
+                distance, spread = result["mean_distance"], result["mean_spread"]
+                tell(f"{method:<38}{distance:>10.4f}{near:>15.0%}{spread:>10.4f}")
 
 
 def reachable_goals(runs: Sequence[Found]) -> Bool[np.ndarray, " goals"] | None:

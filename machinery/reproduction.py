@@ -1,8 +1,9 @@
 """The reproduction: what has to be made for all tables and figures, in which order, and what is left of it.
 
 `reproduction.toml` says what there is: searches, variants of datasets and models, experiments, and which of
-them each table or figure needs. From it and from seeds `plan_jobs` makes a list of jobs, as data; who does
-a job and who knows whether it is done is handed in. Reads in this order: the file, jobs, doing them.
+them each table or figure needs. From it and from seeds `plan_jobs` makes a list of jobs, as data. A `Maker`
+does them by the stages that it is handed, and knows which are done.
+Reads in this order: the file, jobs, doing them, each of them.
 """
 
 import functools
@@ -10,12 +11,14 @@ import re
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from machinery.driver import tell, time_text
 from machinery.files import UserError, read_json, write_json
+from machinery.plans import Asked, Plan, Planner
+from machinery.runs import PLAN, Run, variant
 
 OWN = "own"  # a run's own model, whatever its kind
 
@@ -217,3 +220,76 @@ def time_left(jobs: Sequence[Job], known: Mapping[str, float]) -> str:
     if untimed == len(jobs):
         return counted
     return f"about {time_text(seconds)}" + (f" and {counted} not timed yet" if untimed else "")
+
+
+# --- each of them -----------------------------------------------------------------------------------
+
+
+class Stages(NamedTuple):
+    """The stages as the command line does them; each continues where it was."""
+
+    open_run: Callable[[Path], Run]
+    search: Callable[[Path, Plan], Any]
+    dataset: Callable[..., Any]  # of a run, changes, and the name of a variant
+    train: Callable[..., Any]  # likewise, and the name of the dataset
+    evaluate: Callable[..., Any]  # of a run and an experiment
+    report: Callable[[Path], Any]  # on all runs in a directory
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Does the jobs of a reproduction: OUT/seed-SEED/ALGO is a run."""
+
+    out: Path
+    asked: Asked
+    plans: Planner
+    stages: Stages
+
+    def directory(self, job: Job) -> Path:
+        return self.out / f"seed-{job.seed}" / job.algo
+
+    def plan(self, job: Job) -> Plan:
+        return self.plans.asked(replace(self.asked, algo=job.algo, seed=job.seed))
+
+    def is_done(self, job: Job) -> bool:
+        """Whether its result is there. A run that was made with another plan is refused."""
+        directory = self.directory(job)
+        if job.stage == "report" or not (directory / PLAN).exists():
+            return False
+        if job.stage == "search":
+            with self.plans.begin_run(directory, self.plan(job)) as plan:
+                return Run(directory, plan).repertoire_path.exists()
+        run = Run(directory, self.plans.stored(directory))
+        if job.stage == "dataset":
+            return (directory / variant("dataset", job.what) / "meta.json").exists()
+        if job.stage == "train":
+            name = run.plan.train.model if job.what == OWN else job.what
+            return name in run.model_paths()
+        return run.repertoire_path.exists() and run.is_evaluated(job.what)
+
+    def do(self, job: Job) -> None:
+        if job.stage == "search":
+            self.stages.search(self.directory(job), self.plan(job))
+        elif job.stage == "report":
+            self.stages.report(self.out)
+        else:
+            self.do_in_run(self.stages.open_run(self.directory(job)), job)
+
+    def do_in_run(self, run: Run, job: Job) -> None:
+        if job.stage == "dataset":
+            fields = datasets().get(job.what, {})
+            self.stages.dataset(run, {"dataset": as_text(fields)}, job.what or None)
+        elif job.stage == "evaluate":
+            self.stages.evaluate(run, job.what)
+        elif job.what == OWN:
+            self.stages.train(run, {})
+        else:
+            recipe = recipes()[job.what]
+            fields = {"model": "qdt"} | recipe.train
+            name = job.what.removeprefix(fields["model"]).removeprefix("-")
+            self.stages.train(run, {"train": as_text(fields)}, name or None, recipe.dataset)
+
+
+def as_text(fields: dict[str, Any]) -> dict[str, str]:
+    """Fields of a file as the command line would give them."""
+    return {name: str(value) for name, value in fields.items()}

@@ -24,7 +24,7 @@ def settings(preset: str, model: str, algo: str = "me-ls") -> dict[str, Any]:
         "dataset": reproduction.datasets().get(recipe.dataset or "", {}),
         "train": recipe.train,
     }
-    changed = {name: cli.as_text(fields) for name, fields in changes.items()}
+    changed = {name: reproduction.as_text(fields) for name, fields in changes.items()}
     plan = cli.PLANS.asked(cli.Asked(preset, algo=algo, seed=0, changes=changed))
     return {
         f"{stage}.{name}": value
