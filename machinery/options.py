@@ -32,11 +32,11 @@ class RegistryCommand(TyperCommand):
         super().format_help(ctx, formatter)
 
     def fill_in(self) -> None:
-        for param in self.params:
-            if text := getattr(param, "help", None):
-                for word, listed in LISTS.items():
-                    text = text.replace(word, listed())
-                param.help = text
+        params: list[Any] = self.params
+        for param in params:
+            for word, listed in LISTS.items():
+                if word in (getattr(param, "help", None) or ""):
+                    param.help = param.help.replace(word, listed())
 
 
 # --- what a command works on --------------------------------------------------------------------------
