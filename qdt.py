@@ -79,6 +79,9 @@ class TrainConfig:
     # If a target lies beyond everything that was demonstrated, play towards what is nearest to it, as a
     # repertoire does with its nearest policy. The paper asks for every target as it is.
     stay_within: bool = False
+    # Actions end in a tanh, as in the Decision Transformer: policies that saturate are then easier to
+    # imitate. The paper's last layer is linear.
+    bounded: bool = False
     # Share of the trajectories that is held out, to see the loss on what was not learned. Ours.
     held_out: float = 0.0
 
@@ -279,7 +282,12 @@ class QDT(ConditionedPolicy):
         # Of the last layer only the O tokens are read.
         stride = self.config.tokens_per_step
         x = self.layers[-1](x, seeds[-1], first=min(1, stride - 1), stride=stride)
-        return self.head(self.norm(x))
+        return self.to_actions(x)
+
+    def to_actions(self, x: Float[Array, "*time width"]) -> Float[Array, "*time action"]:
+        """Pred_A: a linear layer, or one that cannot leave the range of actions."""
+        action = self.head(self.norm(x))
+        return jnp.tanh(action) if self.config.bounded else action
 
     def goal(
         self,
@@ -398,7 +406,7 @@ def act(
         attended, blocks = attend_to_past(*layer.project(x), blocks, position[0], visible, queries)
         x = layer.finish(x[-queries:], attended)
         layers.append(blocks)
-    action = net.head(net.norm(x[-1])).astype(jnp.float32).clip(-1, 1)
+    action = net.to_actions(x[-1]).astype(jnp.float32).clip(-1, 1)
     return action, Cache(tuple(layers), action, t + 1)
 
 

@@ -20,6 +20,7 @@ class ConditionedMLP(ConditionedPolicy):
 
     layers: tuple[Linear, ...]
     statistics: Statistics
+    bounded: bool = eqx.field(static=True)
 
     def __init__(
         self,
@@ -36,6 +37,7 @@ class ConditionedMLP(ConditionedPolicy):
             for i, o, k in zip(widths, widths[1:], keys, strict=False)
         )
         self.statistics = (statistics or Statistics.none(sizes)).as_wanted(config)
+        self.bounded = config.bounded
 
     def __call__(
         self,
@@ -49,7 +51,8 @@ class ConditionedMLP(ConditionedPolicy):
         x = jnp.concatenate([seen, goals], axis=-1)
         for layer in self.layers[:-1]:
             x = jax.nn.relu(layer(x))
-        return self.layers[-1](x)
+        action = self.layers[-1](x)
+        return jnp.tanh(action) if self.bounded else action
 
     def error(self, trajectory: Any, *, key: Key[Array, ""] | None = None) -> Float[Array, ""]:
         predicted = self(trajectory.descriptor, trajectory.observations)

@@ -590,6 +590,20 @@ def test_an_mlp_remembers_nothing_and_normalises_as_the_qdt_does():
     assert jnp.abs(together - model(target + 1, seen)).max() > 0.01
 
 
+@pytest.mark.parametrize("config", [SMALL, MLP], ids=["qdt", "mlp"])
+def test_a_bounded_model_ends_in_a_tanh_and_never_leaves_the_range_of_actions(config):
+    make = {"qdt": qdt.QDT, "mlp": qdt.ConditionedMLP}[config.model]
+    shown = inputs(trajectories())[: 3 if config.model == "qdt" else 2]
+    linear, bounded = (
+        jax.tree.map(
+            lambda x: 10 * x, make(replace(config, bounded=b), SIZES, key=jax.random.key(0))
+        )
+        for b in (False, True)
+    )
+    assert float(abs(linear(*shown)).max()) > 1
+    np.testing.assert_allclose(bounded(*shown), jnp.tanh(linear(*shown)), rtol=1e-5, atol=1e-6)
+
+
 def test_an_mlp_stopped_and_resumed_is_the_one_that_was_not(noisy_data, tmp_path):
     config = replace(MLP, epochs=2, evaluate_every=1)
     training = qdt.Training(TASK, config, noisy_data, 0)
