@@ -4,7 +4,7 @@
 # **What it teaches.** What a repertoire is; MAP-Elites in thirty lines; why its policies do not do again what they were kept for;
 # the *spread* (equation 1 of the paper), derived and computed by hand.
 #
-# **How long.** Forty minutes to read; the cells run in about half a minute.
+# **How long.** Forty minutes to read; the cells run in half a minute to a minute.
 #
 # **Before.** Sections 1 to 3 of the paper. [Lesson 0](0_jax.ipynb) if you have never seen JAX.
 #
@@ -273,7 +273,7 @@ assert abs(of_idle - 0.234) < 0.015
 assert of_elites.min() > 0.177 and of_elites.mean() > 1.1 * 0.177
 
 # %% [markdown]
-# Some searches find policies that are a little steadier than a point that is simply left to drift, others do not, and none comes near to what is
+# Some searches find policies that are a little steadier than a point that is simply left to drift, others do not, and none is as steady as is
 # possible. MAP-Elites had no reason to look for steadiness: nobody asked.
 #
 # The point is a tame world: between 0.177 and 0.234 there is not much to lose. A robot with legs may stumble or not. On Ant-Omni the policies of

@@ -4,7 +4,7 @@
 # **What it teaches.** MAP-Elites Low-Spread (algorithm 1 of the paper), one insertion at a time; why the criterion says "and"; what
 # it costs and what a second look shows; MAP-Elites, ME-Sampling and ME-LS side by side, and where luck hides even then.
 #
-# **How long.** Forty minutes to read; the cells run in about half a minute.
+# **How long.** Forty minutes to read; the cells run in half a minute to a minute.
 #
 # **Before.** [Lesson 1](1_luck.ipynb); sections 2.3 and 4.1 of the paper.
 

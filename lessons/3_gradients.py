@@ -224,7 +224,7 @@ show(figure)
 # still. The gradient knows fitness and nothing of diversity. A climbed policy that leaves its cell competes in another one, and only the
 # cells keep the population from collapsing into one point. That is the division of labour in PGAME: gradients for quality, cells
 # and blind variation for diversity. On Halfcheetah-Uni, where fitness is speed, a running gait is far away from every random
-# policy, and gradients find it; on a task like this one they have little to add.
+# policy: that is the kind of task PGAME was made for. On a task like this one gradients have little to add.
 #
 # ## Questions
 #

@@ -4,7 +4,7 @@
 # **What it teaches.** Where the time goes, measured: compiled loops, chunks, layout, a cache of keys and values; how episodes are
 # divided among devices and processes; and what the paper's size costs, on paper.
 #
-# **How long.** Forty minutes to read; the cells run in about half a minute.
+# **How long.** Forty minutes to read; the cells run in about a minute.
 #
 # **Before.** [Lesson 0](0_jax.ipynb) and [lesson 4](4_one_policy.ipynb). `docs/journal.md` has the measurements behind the engine.
 #
@@ -103,7 +103,7 @@ show(figure)
 
 # %% [markdown]
 # Small chunks are slow. That the largest ones are slow again hardly shows here, because the state of a point is a handful of numbers; the physics of
-# an ant keeps thousands per episode, and the engine's default is about 128 episodes. How they are divided is a small computation on numbers:
+# an ant computes thousands in every step, and the engine's default is about 128 episodes. How they are divided is a small computation on numbers:
 
 # %%
 schedule = Schedule.of(members=64, episodes=10, chunk=160, most=32)
