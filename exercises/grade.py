@@ -14,6 +14,7 @@ import importlib.util
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,12 +50,19 @@ def require(holds: Any, sentence: str) -> None:
 
 
 def require_close(found: Any, right: Any, sentence: str, tolerance: float = 1e-4) -> None:
+    require(found is not None, f"{sentence}: you return nothing. Is a `return` missing?")
     found, right = np.asarray(found, float), np.asarray(right, float)
     require(
-        found.shape == right.shape, f"{sentence}: the shape is {found.shape}, not {right.shape}."
+        found.shape == right.shape,
+        f"{sentence}: the shape is {found.shape}, it should be {right.shape}.",
     )
     far = np.abs(found - right).max(initial=0)
-    require(far <= tolerance, f"{sentence}: it is off by up to {far:.3g}.")
+    worst = np.unravel_index(np.abs(found - right).argmax(), right.shape) if right.size else ()
+    at = f" at index {', '.join(map(str, worst))}" if worst else ""
+    require(
+        far <= tolerance,  # also refuses what is not a number
+        f"{sentence}: {found[worst]:.4g}{at} should be {right[worst]:.4g}.",
+    )
 
 
 # --- search -----------------------------------------------------------------------------------------
@@ -103,11 +111,12 @@ def check_soft_criterion(answer: ModuleType) -> None:
 
     wild, lazy = character(-8.0, 0.5), character(-12.0, 0.1)
     cheap, dear = answer.soft_criterion(1.0), answer.soft_criterion(100.0)
-    require(cheap(wild, lazy), "with a price of 1, four more of fitness are worth 0.4 m of spread.")
     require(
-        dear(lazy, wild), "with a price of 100, 0.4 m less of spread are worth four of fitness."
+        cheap(wild, lazy),
+        "with a price of 1, (F, ψ) = (−8, 0.5) must replace (−12, 0.1): −8.5 > −12.1.",
     )
-    require(not cheap(wild, wild), "who is equal does not replace: the comparison is strict.")
+    require(dear(lazy, wild), "with a price of 100, (−12, 0.1) must replace (−8, 0.5): −22 > −58.")
+    require(not cheap(wild, wild), "an equal must not replace: the comparison is strict.")
     require(answer.soft_criterion(0.0)(wild, lazy), "with a price of 0, fitness alone counts.")
 
 
@@ -119,13 +128,16 @@ def check_insertion(answer: ModuleType) -> None:
         offers = [(int(c), float(f), float(s)) for c, f, s in zip(cells, fitness, psi, strict=True)]
         inside, accepted = answer.insert(offers)
         right, count = _inserted(cells, fitness, psi)
-        require(set(inside) == set(right), "not the right cells are occupied.")
+        require(
+            set(inside) == set(right),
+            f"the occupied cells are {sorted(inside)}, they should be {sorted(right)}.",
+        )
         for cell, (number, *_) in inside.items():
             require(
                 number == right[cell],
-                f"cell {cell} must hold policy {right[cell]} of the batch, not {number}.",
+                f"cell {cell} should hold policy {right[cell]} of the batch, not {number}.",
             )
-        require(accepted == count, f"{count} policies were accepted, you count {accepted}.")
+        require(accepted == count, f"{count} policies are accepted, you count {accepted}.")
 
 
 def _inserted(
@@ -165,7 +177,7 @@ def check_lucky_baseline(answer: ModuleType) -> None:
     )
     require(
         again.after["coverage"] < again.before["coverage"],
-        "what is lucky should not be found again.",
+        "in a reassessment, cells that were filled by luck should turn out empty.",
     )
 
 
@@ -183,7 +195,7 @@ def check_own_rule(answer: ModuleType) -> None:
     )
     require(
         own <= 0.75 * lucky,
-        f"its distance to the goals is {own:.3f} m, MAP-Elites' {lucky:.3f} m: at most 0.75 of that.",
+        f"its distance to the goals is {own:.3f} m; at most {0.75 * lucky:.3f} m, 0.75 of MAP-Elites'.",
     )
 
 
@@ -227,7 +239,10 @@ def check_deep_cell(answer: ModuleType) -> None:
             inside = uncertain.Inside(cell, jnp.ones(3, int))
             right = uncertain.crowd_in(inside, inside, number).place
             found = jax.jit(answer.crowd_in)(cell, number)
-            require(found == right, f"fitness {fitness}, draw {draw}: place {right}, not {found}.")
+            require(
+                found == right,
+                f"fitness {fitness}, draw {draw}: place {right} is right, not {found}.",
+            )
 
 
 def check_td3_target(answer: ModuleType) -> None:
@@ -260,7 +275,7 @@ def check_causal_mask(answer: ModuleType) -> None:
     require(mask.shape == (4, 4), f"visible(4) must be 4 × 4, it is {mask.shape}.")
     require(mask[0, 0], "visible(4)[0, 0] must be True: a token sees itself.")
     require(not mask[0, 1], "visible(4)[0, 1] must be False: the first token sees itself alone.")
-    require((mask == np.tril(np.ones((4, 4)))).all(), "token i sees the tokens 0 ... i, no others.")
+    require((mask == np.tril(np.ones((4, 4)))).all(), "token i sees tokens 0 to i, and no others.")
     q, k, v = jax.random.normal(jax.random.key(1), (3, 6, 8))
     right = attention.attend(q[None], k.T[None], v.T[None], jnp.tril(jnp.ones((6, 6), bool)))[0]
     require_close(answer.attention(q, k, v), right, "attention of six tokens")
@@ -304,7 +319,7 @@ def check_own_task(answer: ModuleType) -> None:
     starts = jax.vmap(task.reset)(keys)
     require(
         jnp.std(starts.observation, axis=0).max() > 0,
-        "the start is not random: no chance, no luck.",
+        "the start is not random: 64 starts with 64 keys look the same.",
     )
     state = task.reset(keys[0])
     after = task.step(state, jnp.zeros(task.action_size))
@@ -329,7 +344,7 @@ def check_own_task(answer: ModuleType) -> None:
     coverage = float(state.repertoire.occupied.mean())
     require(
         coverage >= 0.1,
-        f"a short search fills {coverage:.0%} of the cells: are low and high too far away?",
+        f"a short search fills only {coverage:.0%} of the cells: are low and high too far apart?",
     )
 
 
@@ -357,7 +372,7 @@ def check_own_model(answer: ModuleType) -> None:
     goals = me_ls.goals(task)
     keys = jax.random.split(jax.random.key(3), (len(goals), 10))
     far = float(evaluate.measure(goals, qdt.play(task, model, goals, keys)).distance.mean())
-    require(far <= 0.35, f"its distance to the goals is {far:.3f} m, more than 0.35 m.")
+    require(far <= 0.35, f"its distance to the goals is {far:.3f} m, and must be at most 0.35 m.")
 
 
 def _trained(task: Task, config: qdt.TrainConfig, directory: Path) -> qdt.ConditionedPolicy:
@@ -396,13 +411,22 @@ def grade(name: str, directory: Path) -> Grade:
     except Wrong as wrong:
         return Grade("wrong", str(wrong))
     except NotImplementedError as hint:
-        return Grade("missing", f"not written yet. A hint: {hint}.")
+        function = traceback.extract_tb(hint.__traceback__)[-1].name
+        end = "" if str(hint).endswith("?") else "."
+        return Grade("missing", f"{function} is not written yet. A hint: {hint}{end}")
     except Exception as error:  # whatever a beginner's code may raise is told, not thrown
-        return Grade(
-            "wrong",
-            f"it raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-        )
+        about = f": {str(error).splitlines()[0]}" if str(error) else ""
+        return Grade("wrong", f"it raised {type(error).__name__}{_where(error, path)}{about}")
     return Grade("right")
+
+
+def _where(error: Exception, path: Path) -> str:
+    """The last line of the answer that was running, for whoever looks for the mistake."""
+    if isinstance(error, SyntaxError):
+        return f" in line {error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [frame.lineno for frame in frames if Path(frame.filename) == path]
+    return f" in line {inside[-1]}" if inside else ""
 
 
 def _load(path: Path) -> ModuleType:

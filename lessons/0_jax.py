@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Lesson 0. The JAX that is used here
 #
-# **What it teaches.** Six ideas that every file of this project uses: pure functions on arrays, `vmap`, `jit`, `scan`, random
+# **What it teaches.** The few ideas that every file of this project uses: pure functions on arrays, `vmap`, `jit`, `scan`, random
 # keys, pytrees and Equinox modules.
 #
 # **How long.** A quarter of an hour; the cells run in a few seconds.
@@ -39,8 +39,9 @@ assert x[1] == 1.0 and y[1] == 5.0
 #
 # ## `vmap`: write it for one, use it for many
 #
-# Here is a function of the project. It takes the descriptors of the episodes of **one** policy; you will meet its meaning in
-# lesson 1.
+# Here is a function of the project. A policy has played several episodes, and each ended in a numbered cell of a map (what for, lesson 1
+# tells); in which cell did most of them end? The function is written for the episodes of **one** policy. `cells[:, None] == cells[None]`
+# compares every episode with every other by broadcasting, as in NumPy.
 
 # %%
 lines(me_ls.most_frequent)
@@ -53,7 +54,7 @@ assert jax.vmap(me_ls.most_frequent)(episodes_of_two).tolist() == [7, 1]
 
 # %% [markdown]
 # `jax.vmap(f)` is `f` with one more axis in front, without a loop. Whenever you read a function of this project, read it for one
-# policy, one episode, one trajectory; who calls it adds the axis.
+# policy, one episode, one trajectory; whoever calls it adds the axis.
 #
 # ## `jit`: compile
 #
@@ -88,7 +89,7 @@ assert traced == [(10, 2), (20, 2)]
 # %%
 def fall(velocity, _):
     velocity = 0.9 * velocity + 1.0
-    return velocity, velocity
+    return velocity, velocity  # what is carried on, and the output of this step
 
 
 last, all_of_them = jax.lax.scan(fall, jnp.array(0.0), length=5)
@@ -124,15 +125,15 @@ print("acts:", policy(jnp.array([0.1, -0.2, 1.0])))
 
 # %% [markdown]
 # Because a module is a pytree, a *population* of a hundred policies is one module whose arrays have a leading axis of a hundred,
-# and `vmap` lets all of them act at once. This is the one trick to remember: in `repertoire.policies`, `x[5]` of every leaf is
-# the policy of cell 5.
+# and `vmap` lets all of them act at once. This is the one trick to remember: in a population, `leaf[5]` of every leaf is policy number 5.
+# (`eqx.filter_vmap` is `vmap` for pytrees that hold more than arrays, such as the name of an activation.)
 
 # %%
 population = eqx.filter_vmap(lambda key: me_ls.MLP((3, 16, 2), key=key))(jax.random.split(key, 100))
 actions = eqx.filter_vmap(lambda policy: policy(jnp.array([0.1, -0.2, 1.0])))(population)
-fifth = jax.tree.map(lambda leaf: leaf[5], population)
+number_five = jax.tree.map(lambda leaf: leaf[5], population)
 print("weights", population.layers[0].weight.shape, "actions", actions.shape)
-np.testing.assert_allclose(fifth(jnp.array([0.1, -0.2, 1.0])), actions[5], atol=1e-6)
+np.testing.assert_allclose(number_five(jnp.array([0.1, -0.2, 1.0])), actions[5], atol=1e-6)
 
 # %% [markdown]
 # ## Shapes in types
@@ -147,4 +148,4 @@ np.testing.assert_allclose(fifth(jnp.array([0.1, -0.2, 1.0])), actions[5], atol=
 #    follows for a program in which you later need one more key.
 # 3. Write the mean distance between all pairs of ten points in one line. (Lesson 1 shows how the project does it.)
 #
-# Next: [lesson 1](1_luck.ipynb), what a repertoire is and why it lies.
+# Next: [lesson 1](1_luck.ipynb), what a repertoire is and why it promises too much.

@@ -57,7 +57,8 @@ print(
 figure, (left, right) = panels(2, width=4.0)
 for axes in (left, right):
     draw_borders(axes, selection.centroids, task)
-left.scatter(*selection.descriptor.T, c=selection.hits, cmap="viridis", s=40)
+dots = left.scatter(*selection.descriptor.T, c=selection.hits, cmap="viridis", s=40, clip_on=False)
+figure.colorbar(dots, ax=left, shrink=0.8, label="of ten episodes, in its zone")
 frame(left, task, "one teacher per zone")
 right.scatter(*data.descriptor.T, c=data.zone, cmap="tab20", s=3)
 frame(right, task, "where their trajectories end")
@@ -65,12 +66,14 @@ assert len(data) == 2048
 assert np.mean(selection.hits) > 4
 show(figure)
 
+# %% [markdown]
+# On the left, a dot is the mean end of a teacher's episodes, the lighter the more of them ended in its zone; on the right, every colour is the
+# trajectories of one teacher (some colours are used twice). The selection itself is a sort by several keys:
+
 # %%
 lines(dataset.best_of_each_zone)
 
 # %% [markdown]
-# On the left, the lighter a teacher, the more often it ended in its zone; on the right, every colour is the trajectories of one teacher.
-#
 # Note the label of a trajectory: not the zone its teacher was meant for, but the descriptor **it achieved**. So even a teacher that
 # misses teaches the truth: "this is how one gets *there*".
 #
@@ -136,6 +139,7 @@ right.imshow(np.asarray(tokens[:shown]), cmap="coolwarm", aspect="auto", vmin=-2
 right.set(
     yticks=range(shown), xlabel="feature of the embedding", title="tokens of a real trajectory"
 )
+right.set_ylabel("token")
 right.set_yticklabels(names, fontsize=7)
 right.axhline(7.5, color="black", linewidth=1)
 right.text(
@@ -207,14 +211,15 @@ for head, axes in enumerate(row):
     figure.colorbar(image, ax=axes, shrink=0.8)
     share = [float(last[head][:, kind::3].sum(axis=1).mean()) for kind in range(3)]
     print(f"head {head + 1} looks at BD {share[0]:.0%}, O {share[1]:.0%}, A {share[2]:.0%}")
+    assert share[2] > 0.5
 np.testing.assert_allclose(last.sum(axis=-1), 1.0, atol=1e-5)
 show(figure)
 
 # %% [markdown]
 # It looks at actions, nearly always at actions! Its teachers act smoothly, and the action before is the best single hint at the next one: **a
-# model that sees actions continues them.** But not only: with other targets it acts differently, as the next cell shows, and at the first step there
-# is nothing to copy. Read such pictures with care: a weight says what was *read*, not what was *used*. (Which attention map you get differs from training
-# to training; the project's own QDT for two cores does without A tokens, `tokens="one"`.)
+# model that sees actions continues them.** But that is not all it does: at the first step there is no action to copy, and with other targets it goes
+# elsewhere, as the next cell shows. Read such pictures with care: a weight says what was *read*, not what was *used*. (The map differs from training
+# to training. The project's own QDT for two cores does without A tokens, `tokens="one"`.)
 #
 # ## Ask it
 #

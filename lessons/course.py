@@ -46,7 +46,7 @@ class Picture:
 def show(figure: Figure) -> Picture:
     """A figure as a small picture."""
     file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=85)
+    figure.savefig(file, format="png", dpi=85, bbox_inches="tight")  # no label is cut off
     return Picture(file.getvalue())
 
 

@@ -25,7 +25,8 @@ def execute(script: Path) -> Path:
     )
     for number, cell in enumerate(notebook.cells):
         cell.id = f"cell-{number}"  # not random: what did not change makes no difference
-    NotebookClient(notebook, timeout=1200, record_timing=False, resources=at(HERE)).execute()
+    settings = {"timeout": 1200, "record_timing": False, "coalesce_streams": True}
+    NotebookClient(notebook, resources=at(HERE), **settings).execute()
     target = script.with_suffix(".ipynb")
     nbformat.write(notebook, target)
     size = target.stat().st_size
