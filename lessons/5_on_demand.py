@@ -71,7 +71,9 @@ show(figure)
 # frame here, a notebook shows the page.)
 
 # %%
-filmed = evaluate.film(task, model, targets[2], keys[2][:4], noise=0.0)
+# One target for the whole episode: `film` could change it on the way.
+filmed = evaluate.film(task, model, targets[2][None], keys[2][:4], noise=0.0)
+np.testing.assert_allclose(filmed.path[:, -1], played.descriptor[2, :4], atol=0.05)
 films = [
     viewer.Playback(*(np.asarray(x[i]) for x in (filmed.position, filmed.rotation, filmed.path)))
     for i in range(4)
@@ -113,7 +115,7 @@ show(
 )
 
 # %% [markdown]
-# Distance and spread are different things: who always ends at the same wrong place has a spread of 0. Both are reported, because the remedy
+# Distance and spread are different things: a policy that always ends at the same wrong place has a spread of 0. Both are reported, because the remedy
 # differs: a wrong place can be calibrated away (below), unsteadiness cannot.
 #
 # ## A hole in the data
