@@ -194,7 +194,8 @@ class BraxTask(Task):
         self.config = config
         self.env = self.load(config)
         self.length = config.length
-        self.observation_size = int(self.env.observation_size)
+        # `env.observation_size` would play the start for real, operation by operation: four seconds.
+        (self.observation_size,) = jax.eval_shape(self.env.reset, jax.random.key(0)).obs.shape
         self.action_size = int(self.env.action_size)
         self.dt = float(self.env.dt)
         self.low, self.high = self.bounds(config)
