@@ -234,7 +234,7 @@ class BraxTask(Task):
 
     def reset(self, key: Key[Array, ""]) -> State:
         start = self.env.reset(key)
-        if self.config.start == "joints":
+        if self.config.start == "joints" and self.robot_kind == "brax":  # v1's do so by themselves
             physics = start_on_joints(self.env, key)
             start = start.replace(pipeline_state=physics, obs=self.observe(physics))
         nothing = jnp.zeros(self.descriptor_size)

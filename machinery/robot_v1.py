@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from brax import actuator, math
+from brax import actuator, kinematics, math
 from brax.base import Motion, Transform
 from brax.envs.base import PipelineEnv, State
 from brax.io import mjcf
@@ -59,7 +59,8 @@ class RobotV1(PipelineEnv):
 
     def set_down(self, q: Float[Array, " q"]) -> Float[Array, " q"]:
         """The same pose with its lowest point on the ground, as v1 begins."""
-        height = self.lowest(self.pipeline_init(q, jnp.zeros(self.sys.qd_size())).x)[:, 2].min()
+        x, _ = kinematics.forward(self.sys, q, jnp.zeros(self.sys.qd_size()))
+        height = self.lowest(x)[:, 2].min()
         return q.at[2 if self.sys.link_types[0] == "f" else 1].add(-height)
 
     def pipeline_step(self, pipeline_state: Any, action: Float[Array, " action"]) -> Any:
