@@ -9,6 +9,7 @@ MAP-Elites Low-Spread. "bare" is the same episodes with constant actions instead
 share of what the machine could do: the scalar operations that `lanes` leaves of a step's physics, times the
 bare steps per second, over the measured peak of multiplications and additions on vectors. "single" is the
 speed of ten times as many policies with one episode each, as MAP-Elites plays them, over the engine's.
+Each task twice: with brax's robot, which is QDax's too, and with the one like the paper's (v1).
 """
 
 import argparse
@@ -48,24 +49,34 @@ def ours(policies: int, length: int, repeats: int) -> dict[str, dict[str, float]
         def act(self, memory: None, state: envs.State) -> tuple[jax.Array, None]:
             return self.action, memory
 
-    results = {}
-    for name in TASKS:
-        task = envs.make_task(envs.TaskConfig(name, length=length, robot="brax"))  # as QDax
+    def work(task: envs.Task) -> dict[str, Callable[[], Any]]:
         keys = replicate(jax.random.split(jax.random.key(0), (policies, EPISODES)))
         networks = replicate(me_ls.random_policies(task, (256, 256), keys[:, 0]))
         constant = replicate(Constant(jnp.full((policies, task.action_size), 0.1)))
         alone = replicate(keys.reshape(-1, 1))
         many = replicate(me_ls.random_policies(task, (256, 256), alone[:, 0]))
-        work = {
-            "bare": lambda t=task, c=constant, k=keys: envs.rollout(t, c, k),
-            "engine": lambda t=task, n=networks, k=keys: envs.rollout(t, n, k),
-            "single": lambda t=task, n=many, k=alone: envs.rollout(t, n, k),
+        return {
+            "bare": lambda: envs.rollout(task, constant, keys),
+            "engine": lambda: envs.rollout(task, networks, keys),
+            "single": lambda: envs.rollout(task, many, alone),
         }
-        steps = policies * EPISODES * length
-        row = {n: steps / s for n, s in in_turns(work, repeats).items()}
-        row["operations"] = operations_of_a_step(task)
-        row["limit"] = row["bare"] * row["operations"] / vector_peak()
-        results[name] = row
+
+    results = {}
+    for name in TASKS:
+        robots: dict[str, Any] = {name: "brax", f"{name}, v1": "v1"}
+        tasks = {
+            row: envs.make_task(envs.TaskConfig(name, length=length, robot=robot))
+            for row, robot in robots.items()
+        }
+        both = {(row, what): do for row in tasks for what, do in work(tasks[row]).items()}
+        seconds = in_turns(both, repeats)
+        peak = vector_peak()
+        for row, task in tasks.items():
+            steps = policies * EPISODES * length
+            numbers = {what: steps / s for (whose, what), s in seconds.items() if whose == row}
+            numbers["operations"] = operations_of_a_step(task)
+            numbers["limit"] = numbers["bare"] * numbers["operations"] / peak
+            results[row] = numbers
     return results
 
 
@@ -102,11 +113,11 @@ def vector_peak(chains: int = 12, length: int = 1000, episodes: int = 4096) -> f
     return len(shares) * episodes * lanes.count(work, numbers[0]) / seconds
 
 
-def in_turns(work: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+def in_turns(work: dict[Any, Callable[[], Any]], repeats: int) -> dict[Any, float]:
     """Median seconds of each, measured alternately; the first time, which compiles, does not count."""
     import jax
 
-    seconds: dict[str, list[float]] = {name: [] for name in work}
+    seconds: dict[Any, list[float]] = {name: [] for name in work}
     for turn in range(repeats + 1):
         for name, do in work.items():
             began = time.perf_counter()
@@ -202,12 +213,12 @@ def main() -> None:
         peer(options.peer, options.policies, options.length)
         return
     results = ours(options.policies, options.length, options.repeats)
-    titles = f"{'steps per second':<18}{'bare':>10}{'limit':>8}{'engine':>10}{'single':>8}"
+    titles = f"{'steps per second':<22}{'bare':>10}{'limit':>8}{'engine':>10}{'single':>8}"
     print(f"{titles}{'QDax':>10}{'ratio':>8}")
     for name, row in results.items():
-        line = f"{name:<18}{row['bare']:>10,.0f}{row['limit']:>8.1%}{row['engine']:>10,.0f}"
+        line = f"{name:<22}{row['bare']:>10,.0f}{row['limit']:>8.1%}{row['engine']:>10,.0f}"
         line += f"{row['single'] / row['engine']:>8.2f}"
-        if options.qdax_python:
+        if options.qdax_python and name in TASKS:
             row["qdax"] = qdax(options.qdax_python, name, options.policies, options.length)
             line += f"{row['qdax']:>10,.0f}{row['engine'] / row['qdax']:>8.2f}"
         print(line, flush=True)
