@@ -45,6 +45,7 @@ ONE_CHANGE = [
     {"train.optimiser", "train.learning_rate", "train.warmup_steps", "train.decay"},
     {"train.dropout"},
     {"train.normalise"},
+    {"train.bounded"},
     {"train.batch_size", "train.beginnings", "train.beginning_steps"},  # as many steps in a batch
     {"dataset.typical"},
     {"dataset.action_noise"},

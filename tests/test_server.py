@@ -27,7 +27,7 @@ from webdriver import CHROMEDRIVER, CHROMIUM, Browser
 
 import cli
 from evaluate import Filming
-from machinery import server, viewer
+from machinery import demand, server, viewer
 from machinery.demand import PARTS, Cast
 from machinery.files import UserError, save_arrays, write_json
 from machinery.runs import open_stage
@@ -414,12 +414,12 @@ def test_another_target_on_the_way_changes_what_comes_after_it(run, cast, who):
 
 
 def test_the_map_has_colours_after_the_evaluation_only(run):
-    assert run.accuracy_map() is None
+    assert demand.accuracy_map(run) is None
     goals = np.zeros((run.task.zones, 2))
     measured = {"goals": goals, "distance": np.full(len(goals), np.nan)}
     result = {"repertoire": measured, "qdt": measured}
     write_json(run.result_path("accuracy"), {"inputs": run.inputs("accuracy"), "result": result})
-    accuracy = run.accuracy_map()
+    accuracy = demand.accuracy_map(run)
     assert accuracy is not None and set(accuracy.distance) == {"model", "repertoire"}
     assert accuracy.goals.shape == (run.task.zones, 2)
 
