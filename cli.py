@@ -515,9 +515,16 @@ def act(
         Path | None,
         typer.Option(help="The same as an MP4; needs ffmpeg.", show_default="no video"),
     ] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="Of the animation or the video, only so many from the start.",
+            show_default="the whole episode",
+        ),
+    ] = None,
 ) -> None:
     """Behaviour on demand: the QDT plays towards a target, or several."""
-    lineage, files = open_run(run), demand.Files(html, gif, video)
+    lineage, files = open_run(run), demand.Files(html, gif, video, seconds)
     task, model = lineage.task, lineage.model()
     goals = [demand.parse_target(text, task.low, task.high) for text in target]
     if episodes < 1:

@@ -153,7 +153,7 @@ class PointOmni(Task):
 
     def pose(self, state: State) -> tuple[Float[Array, "bodies 3"], Float[Array, "bodies 4"]]:
         position, _ = state.physics
-        return jnp.append(position, 0.1)[None], jnp.array([[1.0, 0.0, 0.0, 0.0]])
+        return jnp.append(position, 0.0)[None], jnp.array([[1.0, 0.0, 0.0, 0.0]])
 
     def _state(self, position: Array, velocity: Array, reward: Array, time: Array) -> State:
         descriptor = jnp.clip(position, jnp.array(self.low), jnp.array(self.high))

@@ -1,12 +1,12 @@
 """What `qdt serve` costs: its start, a click, and a crowd.
 
-    python benchmarks/serve.py RUN [--json FILE] [--pictures DIR] [--cold]
+    python benchmarks/serve.py RUN... [--json FILE] [--pictures DIR]
 
-Starts the server in a process of its own. Measures, in a real Chromium (with chromedriver), the time from a
-click on the map to the first frame in which the robot has moved, median of 20; then a hundred requests at
-once, three times, with the server's memory before and after; then what is refused. `--cold` starts it with
-an empty cache of compiled programs. `--pictures` keeps screenshots: before, during and after a click, and
-of a narrow window.
+For every run, starts the server in a process of its own, twice: cold, with an empty cache of compiled
+programs, and warm, with what the first start left there. Of the second one it measures, in a real Chromium
+(with chromedriver), the time from a click on the map to the first frame in which the robot has moved,
+median of 20; what is refused; and a hundred requests at once, three times, with the server's memory.
+`--pictures` keeps screenshots: before, during and after a click, and of a narrow window.
 """
 
 import argparse
@@ -38,33 +38,34 @@ CROWD = 100
 
 
 @contextmanager
-def served(run: Path, cold: bool) -> Iterator[tuple[subprocess.Popen, int, dict[str, float]]]:
+def served(run: Path, cache: Path) -> Iterator[tuple[subprocess.Popen, int, dict[str, float]]]:
     """The process, its port, and after how many seconds it could be opened."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory() as empty:
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-        environment |= {"XDG_CACHE_HOME": empty} if cold else {}
-        began = time.monotonic()
-        process = subprocess.Popen(
-            [sys.executable, str(ROOT / "cli.py"), "serve", str(run), "--port", str(port)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-        )
-        try:
-            assert process.stdout is not None
-            said = [next(process.stdout)]
-            while not said[-1].startswith("Open"):
-                said.append(next(process.stdout))
-            print("".join(said), end="")
-            seconds = time.monotonic() - began
-            about = {"cold": cold, "start_seconds": seconds}
-            yield process, port, about | {"start_processor_seconds": processor_seconds(process)}
-        finally:
-            process.terminate()
-            process.wait(60)
+    own = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "XDG_CACHE_HOME": str(cache)}
+    began = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "cli.py"), "serve", str(run), "--port", str(port)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | own,
+    )
+    try:
+        assert process.stdout is not None
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if line.startswith("Open"):
+                break
+        else:
+            raise SystemExit("".join(said))  # why it did not start
+        seconds = time.monotonic() - began
+        spent = processor_seconds(process)
+        yield process, port, {"seconds": seconds, "processor_seconds": spent}
+    finally:
+        process.terminate()
+        process.wait(60)
 
 
 def processor_seconds(process: subprocess.Popen) -> float:
@@ -122,7 +123,7 @@ def take_pictures(browser: Browser, url: str, folder: Path, name: str) -> None:
         browser.wait_for(lambda: " and " in browser.text("#status"))
         browser.wait_for(lambda: browser.text("#play") == "Replay")
         browser.screenshot(folder / f"{name}-5-both-with-ghosts.png")
-    browser.resize(500, 900)
+    browser.resize(400, 900)
     time.sleep(0.5)
     browser.screenshot(folder / f"{name}-6-narrow.png")
 
@@ -171,27 +172,60 @@ def measure_crowd(process: subprocess.Popen, port: int, target: list[float]) -> 
     return {"crowd": rounds}
 
 
+def measure(run: Path, pictures: Path | None) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as profile:
+        with served(run, Path(cache)) as (_, _, cold):
+            pass
+        with served(run, Path(cache)) as (process, port, warm):
+            result: dict[str, Any] = {"cold_start": cold, "warm_start": warm}
+            url = f"http://127.0.0.1:{port}/"
+            with Browser(Path(profile)) as browser:
+                result |= measure_clicks(browser, url)
+                target = json.loads(browser.text("#data"))["played"]["target"]
+                if pictures:
+                    take_pictures(browser, url, pictures, run.name)
+            result["memory_mib"] = memory_mib(process)
+            result["refused"] = measure_refusals(port, target)
+            return result | measure_crowd(process, port, target)
+
+
+def summary(run: Path, result: dict[str, Any]) -> Iterator[str]:
+    """In words what the numbers say."""
+    click = result["click_to_movement_ms"]
+    load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
+    yield f"{run} (the machine's load: {load})"
+    for kind in ("cold", "warm"):
+        start = result[f"{kind}_start"]
+        yield (
+            f"  {kind} start      {start['seconds']:.1f} s "
+            f"({start['processor_seconds']:.1f} s of processor time)"
+        )
+    yield (
+        f"  click to movement {click['median']:.0f} ms, median of {CLICKS} "
+        f"(least {click['least']:.0f}, most {click['most']:.0f})"
+    )
+    yield f"  console           {len(result['console'])} messages"
+    yield f"  asked for         {', '.join(result['addresses'])}"
+    for what, status in result["refused"].items():
+        yield f"  {what:17s} {status}"
+    yield f"  memory            {result['memory_mib']:.0f} MiB"
+    for crowd in result["crowd"]:
+        answers = ", ".join(f"{n} x {status}" for status, n in sorted(crowd["answers"].items()))
+        yield f"  {CROWD} at once       {answers}; then {crowd['memory_mib']:.0f} MiB"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("run", type=Path)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--pictures", type=Path)
-    parser.add_argument("--cold", action="store_true")
     asked = parser.parse_args()
-    with served(asked.run, asked.cold) as (process, port, result):
-        url = f"http://127.0.0.1:{port}/"
-        with tempfile.TemporaryDirectory() as profile, Browser(Path(profile)) as browser:
-            result |= measure_clicks(browser, url)
-            target = json.loads(browser.text("#data"))["played"]["target"]
-            if asked.pictures:
-                take_pictures(browser, url, asked.pictures, asked.run.name)
-        result["memory_mib"] = memory_mib(process)
-        result["refused"] = measure_refusals(port, target)
-        result |= measure_crowd(process, port, target)
-    text = json.dumps(result, indent=2)
-    print(text)
+    results = {}
+    for run in asked.runs:
+        results[str(run)] = measure(run, asked.pictures)
+        print("\n".join(summary(run, results[str(run)])), flush=True)
     if asked.json:
-        asked.json.write_text(text + "\n")
+        asked.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

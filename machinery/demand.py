@@ -4,6 +4,7 @@ It stands between the method, which plays, and those who show it: the viewer's p
 server. Who plays is handed in as a function, so that nothing here knows the method.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -83,9 +84,12 @@ class Files:
     html: Path | None = None
     gif: Path | None = None
     video: Path | None = None
+    seconds: float | None = None  # of an animation or a video; None: the whole episode
 
     def check(self, targets: Sequence[Sequence[float]]) -> None:
         """Before anything is played."""
+        if self.seconds is not None and not self.seconds > 0:
+            raise UserError(f"an animation takes more than {self.seconds:g} seconds.")
         if self.html is not None and len(targets) > 1:
             raise UserError("a page shows one target; --gif and --video show several.")
         if self.video is not None:
@@ -110,6 +114,9 @@ class Files:
             ):
                 if path is not None:
                     firsts, bounds = [film[0] for film in films], (setting.low, setting.high)
+                    if self.seconds is not None:
+                        steps = 1 + math.ceil(self.seconds / setting.dt)
+                        firsts = [viewer.beginning(playback, steps) for playback in firsts]
                     shown = (setting.scene, firsts, targets, bounds, setting.kind, setting.dt)
                     write(path, pictures.Animation(*shown))
                     print(f"{path} plays the first start towards each target.")

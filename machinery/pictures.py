@@ -388,10 +388,11 @@ class Painter:
             is_ground[..., None], HAZE + down * (FLOOR - HAZE), SKY + down * (HAZE - SKY)
         )
         tile = 10 ** round(math.log10(unit)) * 2 ** max(0, round(math.log2(camera.far / unit / 8)))
-        # Tiles that move and are as small as pixels would be most of a GIF.
-        visible = tile * (16 if target is not None else 5)
-        away = np.linalg.norm(place - camera.focus[:2], axis=-1) / visible
+        away = np.linalg.norm(place - camera.focus[:2], axis=-1) / (16 * tile)
         dark = np.floor(place / tile).sum(axis=-1) % 2 == 0
+        if target is None:  # one lane: tiles that move all over the ground would be most of a GIF
+            lane = np.abs(place[..., 1] - camera.focus[1]) < 0.15 * tile
+            dark = lane & (np.floor(place[..., 0] / tile) % 2 == 0)
         _blend(picture, TILE, np.where(dark, 0.34 * np.clip(1.6 * (1 - away), 0, 1), 0.0))
         if target is not None:
             low, high = self.animation.bounds
@@ -443,11 +444,14 @@ class Painter:
     ) -> UInt8[np.ndarray, "height width 3"]:
         image = Image.fromarray(field)
         pen = ImageDraw.Draw(image)
-        far = np.linalg.norm(playback.descriptor_path[row] - np.array(target))
-        place = ", ".join(f"{x:.2f}" for x in target)
+        here = playback.descriptor_path[row]
+        asked, now = (", ".join(f"{x:.2f}" for x in d) for d in (target, here))
+        lines = f"target ({asked})", f"distance {np.linalg.norm(here - np.array(target)):.2f}"
+        if self.animation.kind == "uni":
+            lines = f"feet on the ground: {asked}", f"so far: {now}"
         outline: dict[str, Any] = {"font": self.font, "stroke_width": 2, "stroke_fill": "white"}
-        pen.text((8, 5), f"target ({place})", "#c40d50", **outline)
-        pen.text((8, 22), f"distance {far:.2f}", "#1c2733", **outline)
+        pen.text((8, 5), lines[0], "#c40d50", **outline)
+        pen.text((8, 22), lines[1], "#1c2733", **outline)
         return np.asarray(image)
 
 

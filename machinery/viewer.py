@@ -83,6 +83,12 @@ def playbacks(
     return [Playback(*episode) for episode in zip(*columns, strict=True)]
 
 
+def beginning(playback: Playback, steps: int) -> Playback:
+    """The first rows of an episode."""
+    rows = (x if x is None else x[:steps] for x in vars(playback).values())
+    return Playback(*rows)
+
+
 @dataclass(frozen=True)
 class Accuracy:
     """The background of the map: how far from each goal everybody ended who was asked for it."""

@@ -492,6 +492,13 @@ def test_without_a_reach_a_task_has_its_own() -> None:
     assert given.low == (-0.5, -0.5)
 
 
+def test_the_point_lies_on_the_ground() -> None:
+    task = make_task(TaskConfig("point-omni", LENGTH, reach=2.0))
+    _, ball = task.scene().geoms
+    (place,), _ = task.pose(task.reset(jax.random.key(0)))
+    assert float(place[2]) + ball.position[2] == pytest.approx(ball.size[0])
+
+
 @pytest.mark.parametrize("chunk", [0, -64])
 def test_a_chunk_without_episodes_is_one_sentence(point: Task, chunk: int) -> None:
     with pytest.raises(UserError, match="chunk must hold at least one episode"):

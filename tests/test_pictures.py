@@ -143,6 +143,19 @@ def test_a_foot_on_the_ground_lights_up():
         )
 
 
+def test_behind_a_runner_only_its_lane_moves():
+    """A ground that moves all over the picture would be most of a GIF."""
+    episode = walk((0.5, 0.0))
+    shown = pictures.Animation(
+        viewer.point_scene(0.2), [episode], [(0.5, 0.5)], ((0.0,) * 2, (1.0,) * 2), "uni", 0.05
+    )
+    painter = pictures.Painter(shown)
+    first, last = (painter.picture(row)[60:].astype(int) for row in (0, len(episode.positions) - 1))
+    changed = np.abs(first - last).max(axis=(1, 2)) > 2
+    assert changed.any() and changed.mean() < 0.5
+    assert not changed[-20:].any()  # in front of the lane
+
+
 def test_an_episode_that_diverged_is_refused_with_its_step():
     broken = walk((0.5, 0.5))
     broken.positions[17:] = np.nan

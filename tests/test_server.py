@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from PIL import Image
 from test_viewer import data_of, walk
 from webdriver import CHROMEDRIVER, CHROMIUM, Browser
 
@@ -435,6 +436,11 @@ def test_several_targets_are_one_animation(run, tmp_path, capsys):
         assert sum("mean distance" in line for line in told) == len(asked)
         assert told[-1] == f"{picture} plays the first start towards each target."
         assert picture.read_bytes().startswith(b"GIF89a")
+    cli.act(run.directory, ["0.5 0.5"], episodes=1, gif=tmp_path / "short.gif", seconds=0.5)
+    frames = [Image.open(tmp_path / name).n_frames for name in ("short.gif", "1.gif")]
+    assert 1 < frames[0] < frames[1]
+    with pytest.raises(UserError, match="more than 0 seconds"):
+        cli.act(run.directory, ["0.5 0.5"], gif=tmp_path / "none.gif", seconds=0.0)
     with pytest.raises(UserError, match="a page shows one target"):
         cli.act(run.directory, ["0 0", "1 1"], html=tmp_path / "page.html")
 
@@ -546,8 +552,9 @@ def test_a_click_on_the_map_is_played(browser, served):
     browser.wait_for(lambda: browser.run("return Number(time.value) > 0"))
     x, y = numbers(browser.text("#target"))
     assert browser.text("#target") != before and x > 0.3 and y > 0.3
-    assert float(browser.text("#distance")) > 0
-    assert f"distance {float(browser.text('#distance')):.2f}" in browser.text("#status")
+    far, unit = browser.text("#distance").split()
+    assert float(far) > 0 and unit == "m"
+    assert f"distance {float(far):.2f} m, mean of 2 starts" in browser.text("#status")
     browser.wait_for(lambda: browser.text("#play") == "Replay")
     assert browser.console() == []
     assert set(browser.requests()) == {served, served + "play"}
@@ -590,6 +597,25 @@ def test_of_many_clicks_while_one_is_playing_the_last_one_counts(browser):
         browser.wait_for(lambda: numbers(browser.text("#target"))[0] > 0.8)
         wait_for_answer(browser)
         assert len(asked) < 20 and max(asked) == asked[-1]
+        assert browser.console() == []
+
+
+def test_the_map_stays_where_it_is_while_sentences_above_it_change(browser):
+    """Or a second click would ask for another place than the first one."""
+    with serving(lambda wish: time.sleep(0.3) or walks(wish)) as port:
+        for width in (1280, 400):
+            visit(browser, f"http://127.0.0.1:{port}/")
+            browser.resize(width, 800)
+            browser.wait_for(lambda width=width: browser.run("return innerWidth") == width)
+            browser.run("who.value = 'model+repertoire'")  # the longest sentence
+            top = "return chart.getBoundingClientRect().top + scrollY"
+            places = [browser.run(top)]
+            browser.click("#chart", 0.7, 0.4)
+            browser.wait_for(lambda: "Asking" in browser.text("#status"))
+            places.append(browser.run(top))
+            wait_for_answer(browser)
+            places.append(browser.run(top))
+            assert len(set(places)) == 1
         assert browser.console() == []
 
 

@@ -254,7 +254,8 @@ def test_the_page_plays_in_a_browser_without_network_or_errors(tmp_path):
     assert note["title"] == HOSTILE
     assert (note["lamps"], note["play"]) == (0, "Play")
     assert note["target"] == "(0.50, 0.50)" and note["reached"] == "(−0.50, 0.00)"
-    assert float(note["distance"]) == pytest.approx(np.hypot(1.0, 0.5), abs=1e-3)
+    number, unit = note["distance"].split()
+    assert float(number) == pytest.approx(np.hypot(1.0, 0.5), abs=1e-3) and unit == "m"
 
 
 def test_robot_target_and_path_are_in_the_picture(tmp_path):

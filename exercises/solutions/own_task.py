@@ -57,7 +57,7 @@ class Boat(Task):
     def pose(self, state: State) -> tuple[Float[Array, "bodies 3"], Float[Array, "bodies 4"]]:
         x, y, heading, _ = state.physics
         turn = jnp.array([jnp.cos(heading / 2), 0.0, 0.0, jnp.sin(heading / 2)])
-        return jnp.array([[x, y, 0.1]]), turn[None]
+        return jnp.array([[x, y, 0.0]]), turn[None]
 
 
 def make(config: TaskConfig) -> Task:

@@ -5,13 +5,14 @@ const data = JSON.parse($("data").textContent);
 const uni = data.kind === "uni", [low, high] = data.bounds, D = low.length, live = data.live;
 const TARGET = [0.88, 0.08, 0.36], CONTACT = [0.07, 0.78, 0.45];
 const colour = player => player.name === "repertoire" ? "#b4520a" : "#1f6feb";
+const metres = uni ? "" : " m";  // of a distance
 const css = (c, alpha) => "rgba(" + c.map(v => Math.round(255 * v)) + "," + alpha + ")";
 
 // ---- the episodes: what every player did from the same start states ----
 function floats(text) {
-  const bytes = Uint8Array.from(atob(text), c => c.charCodeAt(0));
-  const view = new DataView(bytes.buffer);
-  return Float32Array.from({length: bytes.length / 4}, (_, i) => view.getFloat32(4 * i, true));
+  const letters = atob(text), bytes = new Uint8Array(letters.length);
+  for (let i = 0; i < bytes.length; i++) bytes[i] = letters.charCodeAt(i);
+  return new Float32Array(bytes.buffer);  // little-endian, as every machine with a browser is
 }
 const unpack = players => players.map(player => ({name: player.name,
   episodes: player.episodes.map(e => Object.assign({}, e, {
@@ -102,15 +103,18 @@ function aim(e, step) {
   }
   if (camera.overview) {
     const points = uni ? [] : live ? [low, high] : [target];  // live: all that can be asked for
-    for (let i = 0; i < e.steps; i++) points.push(e.positions.subarray(3 * i * e.bodies));
+    // A race is seen whole, from where all of them start to where the last one comes.
+    for (const one of uni ? players.flatMap(player => player.episodes) : [e]) {
+      for (let i = 0; i < one.steps; i++) points.push(one.positions.subarray(3 * i * one.bodies));
+    }
     const span = [0, 1].map(k => points.map(q => q[k])).map(v => [Math.min(...v), Math.max(...v)]);
     focus = [...span.map(v => (v[0] + v[1]) / 2), ground];
     const reach = 0.5 * Math.hypot(...span.map(v => v[1] - v[0]));
     // A robot that stayed where it was is still all in the picture.
-    far = Math.max(live ? 1.9 * (reach + 0.5 * U) : 2.3 * (reach + 2 * U), 5.5 * U);
+    far = Math.max(live && !uni ? 1.9 * (reach + 0.5 * U) : 2.3 * (reach + 2 * U), 5.5 * U);
   }
   far *= camera.zoom;
-  const pitch = camera.overview ? Math.min(1.5, camera.pitch + 0.45) : camera.pitch;
+  const pitch = Math.min(1.5, camera.pitch + (camera.overview && !uni ? 0.45 : 0));
   const out = [Math.cos(pitch) * Math.cos(yaw), Math.cos(pitch) * Math.sin(yaw), Math.sin(pitch)];
   eye = add(focus, out, far);
   forward = out.map(v => -v);
@@ -282,9 +286,12 @@ function drawSolids(all, alpha) {
   if (!seen.length) return;
   const [left, top, end, bottom] = seen.map(pair => pair[1]).reduce((a, b) =>
     [Math.min(a[0], b[0]), Math.min(a[1], b[1]), Math.max(a[2], b[2]), Math.max(a[3], b[3])]);
-  for (let j = top; j < bottom; j++) {
-    pixels.fill(0, j * layer.width + left, j * layer.width + end);
-    depth.fill(Infinity, j * layer.width + left, j * layer.width + end);
+  // Empty beyond its border, too: smoothing mixes in what lies there, such as an older picture.
+  const west = Math.max(0, left - 2), east = Math.min(layer.width, end + 2);
+  const north = Math.max(0, top - 2), south = Math.min(layer.height, bottom + 2);
+  for (let j = north; j < south; j++) {
+    pixels.fill(0, j * layer.width + west, j * layer.width + east);
+    depth.fill(Infinity, j * layer.width + west, j * layer.width + east);
   }
   const sky = turned([0, 0, 1]), sun = unit(add([-0.45, 0.15, -0.6], sky, 0.75));
   const gleam = unit(add(sun, [0, 0, -1], 1));
@@ -305,8 +312,8 @@ function drawSolids(all, alpha) {
       }
     }
   }
+  layerCtx.putImageData(image, 0, 0, west, north, east - west, south - north);
   const w = end - left, h = bottom - top;
-  layerCtx.putImageData(image, 0, 0, left, top, w, h);
   ctx.globalAlpha = alpha;
   ctx.drawImage(layer, left, top, w, h, left / fine, top / fine, w / fine, h / fine);
   ctx.globalAlpha = 1;
@@ -314,10 +321,16 @@ function drawSolids(all, alpha) {
 function drawLabel() {
   const c = toCamera([...target, ground + 2.45 * U]);
   if (uni || c[2] < 0.1 * U) return;
-  write("target " + brackets(target), ...toScreen(c), "center", "#c40d50");
+  const text = "target " + brackets(target), [x, y] = toScreen(c);
+  if (x < 0 || x > width) return;
+  ctx.font = FONT;  // all of it in the picture, and below the name of who plays
+  const half = Math.min(width / 2, ctx.measureText(text).width / 2 + 6);
+  const top = players.length > 1 ? 46 : 20;
+  write(text, Math.max(half, Math.min(width - half, x)), Math.max(top, y), "center", "#c40d50");
 }
+const FONT = "600 14px system-ui, sans-serif";
 function write(text, x, y, align, style) {
-  ctx.font = "600 14px system-ui, sans-serif"; ctx.textAlign = align; ctx.lineWidth = 4;
+  ctx.font = FONT; ctx.textAlign = align; ctx.lineWidth = 4;
   ctx.strokeStyle = "rgba(255,255,255,0.9)"; ctx.strokeText(text, x, y);
   ctx.fillStyle = style; ctx.fillText(text, x, y);
 }
@@ -325,7 +338,7 @@ function drawView(player, step) {  // the robot from its start, and its other st
   const e = player.episodes[state.start], robot = shapes(e, step), view = aim(e, step);
   const others = state.ghosts ? player.episodes.filter(other => other !== e) : [];
   drawGround(view);
-  if (!uni) {
+  if (!uni || camera.overview) {
     for (const other of others) drawPath(other, step, "rgba(90,105,120,0.35)", 2);
     drawPath(e, step, colour(player), 4);
   }
@@ -339,7 +352,7 @@ function drawView(player, step) {  // the robot from its start, and its other st
 // ---- the chart of the descriptor space ----
 const chart = $("chart"), pen = chart.getContext("2d");
 const foot = k => data.feet[k] ? data.feet[k][0] : "foot " + (k + 1);
-const names = uni ? [0, 1].map(k => foot(k) + " on the ground (share of steps)") : ["x", "y"];
+const names = uni ? [0, 1].map(k => foot(k) + " on the ground (share of steps)") : ["x (m)", "y (m)"];
 function barHeight(v, k) {
   return 12 + (chart.clientWidth - 44) * (high[k] - v) / (high[k] - low[k]);
 }
@@ -402,9 +415,15 @@ function drawChart(row) {
     pen.strokeStyle = css(TARGET, 0.6); pen.setLineDash([4, 4]); pen.lineWidth = 1.5;
     pen.beginPath(); pen.moveTo(X(here[0]), Y(here[1])); pen.lineTo(X(target[0]), Y(target[1]));
     pen.stroke(); pen.setLineDash([]);
-    pen.strokeStyle = colour(player); pen.lineWidth = 2; pen.lineJoin = "round"; pen.beginPath();
-    for (let i = 0; i <= row; i++) { const d = descriptor(e, i); pen.lineTo(X(d[0]), Y(d[1])); }
-    pen.stroke();
+    pen.strokeStyle = colour(player); pen.lineWidth = 2; pen.lineJoin = "round";
+    const line = (from, to, alpha) => {
+      pen.globalAlpha = alpha; pen.beginPath();
+      for (let i = from; i <= to; i++) { const d = descriptor(e, i); pen.lineTo(X(d[0]), Y(d[1])); }
+      pen.stroke(); pen.globalAlpha = 1;
+    };
+    // Shares of a few steps jump from edge to edge of the map: they are only hinted at.
+    const settled = uni ? Math.min(row, Math.floor(e.steps / 10)) : 0;
+    line(0, settled, 0.25); line(settled, row, 1);
     disc(here, 6.5, "#fff"); disc(here, 5, colour(player));
   }
   pen.lineWidth = 2.5;
@@ -437,7 +456,8 @@ function accuracyMap() {
   }
   paper.putImageData(picture, 0, 0);
   drawnMap = {who, size, map};
-  $("near").textContent = best.toFixed(2); $("far").textContent = worst.toFixed(2);
+  $("whose").textContent = title({name: who});
+  $("near").textContent = best.toFixed(2) + metres; $("far").textContent = worst.toFixed(2) + metres;
   return map;
 }
 const range = values => [Math.min(...values), Math.max(...values)];
@@ -473,7 +493,7 @@ function draw() {
   });
   if (D === 2) drawChart(row); else drawBars(row);
   tell("now", e => brackets(descriptor(e, row)));
-  tell("left", e => distance(descriptor(e, row)).toFixed(3));
+  tell("left", e => distance(descriptor(e, row)).toFixed(3) + metres);
   $("time").value = state.time;
   $("clock").textContent = state.time.toFixed(1) + " / " + length().toFixed(1) + " s";
   $("play").textContent = state.playing ? "Pause" : state.time >= length() ? "Replay" : "Play";
@@ -499,7 +519,8 @@ function choose(start, time) {
   state.start = start; state.time = time; state.dirty = true;
   const e = players[0].episodes[start];
   $("episode").value = start; $("time").max = length();
-  tell("reached", e => brackets(end(e))); tell("distance", e => distance(end(e)).toFixed(3));
+  tell("reached", e => brackets(end(e)));
+  tell("distance", e => distance(end(e)).toFixed(3) + metres);
   $("lamps").replaceChildren(...Array.from({length: uni ? e.feet : 0},
     () => document.createElement("li")));
 }
@@ -507,8 +528,8 @@ function show(time) {  // what was played last, from some moment on
   const starts = players[0].episodes.map((_, i) => players.map(p => p.episodes[i]));
   $("target").textContent = brackets(target);
   $("episode").replaceChildren(...starts.map((episodes, i) => new Option("start state " + (i + 1)
-    + ": distance " + episodes.map(e => distance(end(e)).toFixed(2)).join(" and "), i)));
-  $("haunted").hidden = starts.length < 2;
+    + ": distance " + episodes.map(e => distance(end(e)).toFixed(2)).join(" and ") + metres, i)));
+  $("haunted").hidden = $("others").hidden = starts.length < 2;
   choose(Math.min(state.start, starts.length - 1), time);
 }
 function seek(time) {
@@ -553,18 +574,23 @@ async function ask(next, steer) {
     const asked = wish, continued = steering, start = performance.now();
     const targets = continued ? turnTowards(asked) : [asked];
     if (targets) {
-      if (!continued) say("asking for " + brackets(asked) + " …");
+      if (!continued) say("Asking for " + brackets(asked) + " …");
       const problem = await play(targets, continued);
       took = (performance.now() - start) / 1000;
-      const far = players.map(player => distance(end(player.episodes[state.start])).toFixed(2));
-      say(problem || `${brackets(target)}: distance ${far.join(" and ")}, `
-        + `played in ${Math.round(1000 * took)} ms.`);
+      say(problem || outcome() + `, played in ${Math.round(1000 * took)} ms.`);
     }
     fork = null;
     if (wish === asked) wish = null;
     state.dirty = true;
   }
   asking = false;
+}
+function outcome() {  // of the start that is shown, and on average of all
+  const told = of => players.map(of).map(far => far.toFixed(2)).join(" and ") + metres;
+  const far = e => distance(end(e)), starts = players[0].episodes.length;
+  const mean = told(p => p.episodes.reduce((sum, e) => sum + far(e), 0) / starts);
+  return `${brackets(target)}: distance ${told(p => far(p.episodes[state.start]))}`
+    + (starts > 1 ? `, mean of ${starts} starts ${mean}` : "");
 }
 // The way so far stays; from a part on that begins when the answer can be here, the target is another.
 function turnTowards(point) {
@@ -623,17 +649,20 @@ function wishFor(point, steer) {  // a click a little beside the border means th
   if (!point || point.some(beside)) say("That lies outside the space of behaviours.");
   else ask(point.map((v, k) => Math.max(low[k], Math.min(high[k], v))), steer);
 }
+$("key").hidden = D !== 2;
 if (live) {
   document.body.classList.add("live");
   for (const [name, label] of live.players) $("who").add(new Option(label, name));
   if (live.players.length > 1) {
+    document.body.classList.add("several");
     $("who").add(new Option("both", live.players.map(pair => pair[0]).join("+")));
   }
   $("seed").value = live.seed;
   $("noise").checked = live.noise > 0; $("noisy").hidden = !(live.noise > 0);
   $("live").hidden = $("status").hidden = false;
   $("legend").hidden = !live.accuracy || D !== 2;
-  say("Click on the map" + (uni ? "" : " or on the ground") + ": that behaviour is played.");
+  say("Click on the map" + (uni ? "" : " or on the ground")
+    + (uni ? ": the robot runs with its feet that often on the ground." : ": the robot goes there."));
   chart.addEventListener("click", event => wishFor(onMap(event), false));
   chart.addEventListener("pointermove", event => {
     if ($("follow").checked && state.playing) wishFor(onMap(event), true);
