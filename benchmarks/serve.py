@@ -197,7 +197,7 @@ def summary(run: Path, result: dict[str, Any]) -> Iterator[str]:
     for kind in ("cold", "warm"):
         start = result[f"{kind}_start"]
         yield (
-            f"  {kind} start      {start['seconds']:.1f} s "
+            f"  {kind} start        {start['seconds']:.1f} s "
             f"({start['processor_seconds']:.1f} s of processor time)"
         )
     yield (
