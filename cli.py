@@ -518,7 +518,7 @@ def act(
     seconds: Annotated[
         float | None,
         typer.Option(
-            help="Of the animation or the video, only so many from the start.",
+            help="Show only this many seconds, from the start.",
             show_default="the whole episode",
         ),
     ] = None,

@@ -88,8 +88,8 @@ class Files:
 
     def check(self, targets: Sequence[Sequence[float]]) -> None:
         """Before anything is played."""
-        if self.seconds is not None and not self.seconds > 0:
-            raise UserError(f"an animation takes more than {self.seconds:g} seconds.")
+        if self.seconds is not None and not 0 < self.seconds < math.inf:
+            raise UserError(f"an animation takes some seconds, more than 0, not {self.seconds:g}.")
         if self.html is not None and len(targets) > 1:
             raise UserError("a page shows one target; --gif and --video show several.")
         if self.video is not None:

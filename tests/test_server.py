@@ -440,8 +440,9 @@ def test_several_targets_are_one_animation(run, tmp_path, capsys):
     films = (Image.open(tmp_path / name) for name in ("short.gif", "1.gif"))
     frames = [len(list(ImageSequence.Iterator(film))) for film in films]
     assert 1 < frames[0] < frames[1]
-    with pytest.raises(UserError, match="more than 0 seconds"):
-        cli.act(run.directory, ["0.5 0.5"], gif=tmp_path / "none.gif", seconds=0.0)
+    for wrong in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(UserError, match=f"more than 0, not {wrong:g}"):
+            cli.act(run.directory, ["0.5 0.5"], gif=tmp_path / "none.gif", seconds=wrong)
     with pytest.raises(UserError, match="a page shows one target"):
         cli.act(run.directory, ["0 0", "1 1"], html=tmp_path / "page.html")
 
