@@ -178,19 +178,22 @@ def accuracy_map(run: Run) -> Accuracy | None:
 def serve(cast: Cast, host: str, port: int, seed: int) -> None:
     """Everybody rehearses once, which compiles; then the page is served until Ctrl-C."""
     setting = cast.setting
-    middle = [(a + b) / 2 for a, b in zip(setting.low, setting.high, strict=True)]
+    # Not the middle, where a robot that goes from place to place would stand still.
+    welcome = [
+        low + 0.7 * (high - low) for low, high in zip(setting.low, setting.high, strict=True)
+    ]
     films: dict[str, list[Playback]] = {}
     with server.reserve(host, port) as reserved, server.Worker() as worker:
         for who, title in cast.titles.items():
             tell(f"{title} gets ready to play; this compiles, once.")
             began = time.monotonic()
-            rehearsal = partial(cast.film, who, [middle] * PARTS, seed, cast.noise)
+            rehearsal = partial(cast.film, who, [welcome] * PARTS, seed, cast.noise)
             films[who] = worker.submit(rehearsal).result()
             tell(f"Ready after {time.monotonic() - began:.1f} s.")
         opening = next(iter(films.values()))
         with told_if_diverged():
             live = viewer.Live(cast.titles, seed, cast.noise, PARTS, cast.accuracy)
-            page = make_page(setting, opening, middle, live)
+            page = make_page(setting, opening, welcome, live)
         space = server.Space(setting.low, setting.high, list(cast.titles), PARTS)
         policy, own = viewer.security_policy(live=True), server.own_names(host, port)
         app = server.make_app(page, policy, space, cast.play, worker, own)
