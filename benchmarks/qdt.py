@@ -23,9 +23,10 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 STEPS = 250  # of an episode: 750 tokens
 ANT = {"descriptor": 2, "observation": 27, "action": 8}
+# The paper's batch has 256 trajectories; with these the optimiser's step is already a small part.
 MODELS = {
-    "width-128": {"width": 128, "layers": 2, "heads": 4, "batch": 16},
-    "paper": {"width": 256, "layers": 4, "heads": 8, "batch": 4},
+    "width-128": {"width": 128, "layers": 2, "heads": 4, "batch": 64},
+    "paper": {"width": 256, "layers": 4, "heads": 8, "batch": 16},
 }
 TURNS, TRIES = 5, 2
 TOTAL = 1000  # steps of the training that a step is part of

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from machinery.streams import Seed, bits
+from machinery.fast_attention import fast_attention
+from machinery.streams import Seed, bits, numbers
 
 # --- products ---------------------------------------------------------------------------------------
 
@@ -36,18 +37,18 @@ def multiply(
 # --- dropout ----------------------------------------------------------------------------------------
 
 
-def kept(seed: Seed, shape: tuple[int, ...], rate: float, drawn: int = 0) -> Bool[Array, "..."]:
-    """Bernoulli(1 - rate) for every element. `drawn`: how many elements this seed has served already.
+def kept(seed: Seed, number: UInt32[Array, "..."], rate: float) -> Bool[Array, "..."]:
+    """Bernoulli(1 - rate) for every element, by its number.
 
     `jax.random.bernoulli` would cost about as much as the attention that it disturbs.
     """
-    return bits(seed, shape, drawn) < jnp.uint32((1 - rate) * 2**32)
+    return bits(seed, number) < jnp.uint32((1 - rate) * 2**32)
 
 
 def dropout(x: Float[Array, "..."], seed: Seed | None, rate: float) -> Float[Array, "..."]:
     if seed is None:
         return x
-    return jnp.where(kept(seed, x.shape, rate), x / (1 - rate), 0)
+    return jnp.where(kept(seed, numbers(x.shape), rate), x / (1 - rate), 0)
 
 
 # --- attention --------------------------------------------------------------------------------------
@@ -63,12 +64,20 @@ def attend(
     visible: Bool[Array, "query token"],
     seed: Seed | None = None,
     rate: float = 0.0,
-    drawn: int = 0,
+    block: tuple[int, int, int] = (0, 0, 0),
 ) -> Float[Array, "head query d"]:
-    """Softmax attention of some queries to the tokens that each may see, with dropout."""
+    """Softmax attention of some queries to the tokens that each may see, with dropout.
+
+    `block`: which of all queries the first one is, how many queries there are, and how many tokens.
+    """
     weights, total = weigh(jnp.einsum("hqd,hdk->hqk", q / math.sqrt(q.shape[2]), k), visible)
     if seed is not None:
-        weights = jnp.where(kept(seed, weights.shape, rate, drawn), weights / (1 - rate), 0)
+        first, queries, tokens = block
+        head, query, token = (
+            jax.lax.broadcasted_iota(jnp.uint32, weights.shape, i) for i in range(3)
+        )
+        number = (head * queries + query + first) * tokens + token
+        weights = jnp.where(kept(seed, number, rate), weights / (1 - rate), 0)
     output = jnp.einsum("hqk,hdk->hqd", weights.astype(v.dtype), v)
     return (output / total).astype(v.dtype)
 
@@ -99,17 +108,19 @@ def causal_attention(
     Keys and values have their tokens last: the products here and in the gradient are then all of a
     form that a CPU multiplies at full speed (1.2 to 1.4 times as fast as features last).
     """
-    heads, queries, _ = q.shape
-    size, drawn, outputs = max(1, BLOCK // stride), 0, []
+    fast = fast_attention(q, k, v, seed, rate, first, stride)
+    if fast is not None:
+        return fast
+    queries, tokens = q.shape[1], k.shape[2]
+    size, outputs = max(1, BLOCK // stride), []
     for start in range(0, queries, size):
         stop = min(start + size, queries)
         position = first + stride * jnp.arange(start, stop)
         seen = first + stride * (stop - 1) + 1
         visible = jnp.arange(seen) <= position[:, None]
         # The gradient computes a block's weights again instead of storing them, to save memory.
-        block = jax.checkpoint(partial(attend, rate=rate, drawn=drawn))
+        block = jax.checkpoint(partial(attend, rate=rate, block=(start, queries, tokens)))
         outputs.append(block(q[:, start:stop], k[..., :seen], v[..., :seen], visible, seed))
-        drawn += heads * (stop - start) * seen
     return jnp.concatenate(outputs, axis=1)
 
 

@@ -173,16 +173,18 @@ static inline void store_i(void *p, int many, i x) { store_f(p, many, (f)x); }
 static inline void store_b(void *p, int many, i x) {
   for (int k = 0; k < many; k++) ((int8_t *)p)[k] = -x[k];
 }
+static int introduced(XLA_FFI_CallFrame *frame) {  // XLA only asks who we are
+  XLA_FFI_Extension_Base *extension = frame->extension_start;
+  if (!extension || extension->type != XLA_FFI_Extension_Metadata) return 0;
+  XLA_FFI_Api_Version *version = &((XLA_FFI_Metadata_Extension *)extension)->metadata->api_version;
+  version->major_version = XLA_FFI_API_MAJOR;
+  version->minor_version = XLA_FFI_API_MINOR;
+  return 1;
+}
 """
 TAIL = """
 XLA_FFI_Error *run(XLA_FFI_CallFrame *frame) {
-  XLA_FFI_Extension_Base *extension = frame->extension_start;
-  if (extension && extension->type == XLA_FFI_Extension_Metadata) {  // XLA asks who we are
-    XLA_FFI_Api_Version *version = &((XLA_FFI_Metadata_Extension *)extension)->metadata->api_version;
-    version->major_version = XLA_FFI_API_MAJOR;
-    version->minor_version = XLA_FFI_API_MINOR;
-    return 0;
-  }
+  if (introduced(frame)) return 0;
   char *in[INPUTS], *out[OUTPUTS];
   for (int k = 0; k < INPUTS; k++) in[k] = ((XLA_FFI_Buffer *)frame->args.args[k])->data;
   for (int k = 0; k < OUTPUTS; k++) out[k] = ((XLA_FFI_Buffer *)frame->rets.rets[k])->data;
@@ -328,32 +330,39 @@ def compiled(inputs: list[list[Vector]], results: list[tuple[list[Number], Any]]
     Inputs and results are arrays, given as the list of their numbers; a result has its dtype beside it.
     In memory the episodes are the last axis.
     """
-    found = c_compiler()
-    if found is None:
+    if c_compiler() is None:
         return None
     try:
         source = _source(inputs, results)
     except _Untranslatable:
         return None
-    return _build(source, *found)
+    names = build("the physics", source, "run")
+    return names[0] if names else None
 
 
 @functools.cache
-def _build(source: str, compiler: str, about: bytes) -> str | None:
-    name = "lanes-" + hashlib.sha256(about + source.encode()).hexdigest()[:16]
+def build(what: str, source: str, *functions: str) -> tuple[str, ...] | None:
+    """The names for `jax.ffi.ffi_call` of functions of a C file; nothing where it cannot be compiled."""
+    found = c_compiler()
+    if found is None:
+        return None
+    compiler, about = found
+    name = "native-" + hashlib.sha256(about + source.encode()).hexdigest()[:16]
     library = files.cache_directory() / f"{name}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
         # Elsewhere first: another process may be doing the same.
         with tempfile.TemporaryDirectory(dir=library.parent) as own:
-            (Path(own) / "lanes.c").write_text(source)
+            (Path(own) / "native.c").write_text(source)
             command = [compiler, *FLAGS, "-w", "-shared", "-fPIC", f"-I{jax.ffi.include_dir()}"]
-            command += [f"{own}/lanes.c", "-o", f"{own}/lanes.so", "-lm"]
+            command += [f"{own}/native.c", "-o", f"{own}/native.so", "-lm"]
             if files.is_writer():
-                print("compiling the physics, once on this machine", file=sys.stderr, flush=True)
+                print(f"compiling {what}, once on this machine", file=sys.stderr, flush=True)
             if subprocess.run(command, capture_output=True, check=False).returncode:
                 return None
-            os.replace(f"{own}/lanes.so", library)
-    function = ctypes.CDLL(str(library)).run
-    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
-    return name
+            os.replace(f"{own}/native.so", library)
+    loaded = ctypes.CDLL(str(library))
+    for function in functions:
+        capsule = jax.ffi.pycapsule(getattr(loaded, function))
+        jax.ffi.register_ffi_target(f"{name}-{function}", capsule, platform="cpu")
+    return tuple(f"{name}-{function}" for function in functions)

@@ -47,23 +47,27 @@ def generator(seed: int, name: str, *more: int) -> np.random.Generator:
 Seed = UInt32[Array, "2"]
 
 
-def bits(seed: Seed, shape: tuple[int, ...], drawn: int = 0) -> UInt32[Array, "..."]:
+def bits(seed: Seed, number: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
     """Random bits for every element, from a hash of the seed and the element's number.
 
     The hash ("lowbias32": every output bit depends on every input bit) is a handful of integer operations
     that XLA fuses into whatever reads the bits. JAX's own generator goes over arrays in memory again and
-    again. `drawn` says how many elements this seed has served already.
+    again.
     """
-    x = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape) + jnp.uint32(drawn)
-    x = x ^ seed[0]
+    x = number ^ seed[0]
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     # A second word of seed, so that the streams of two seeds are not permutations of each other.
     x = (x ^ (x >> 15) ^ seed[1]) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)
 
 
+def numbers(shape: tuple[int, ...]) -> UInt32[Array, "..."]:
+    """0, 1, 2, ... for the elements of an array."""
+    return jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
+
+
 def normals(seed: Seed, shape: tuple[int, ...]) -> Float[Array, "..."]:
     """Numbers from N(0, 1), for noise of which there is so much that `jax.random.normal` is too slow."""
     # 24 bits and a half: strictly between -1 and 1, and exact in single precision.
-    uniform = (bits(seed, shape) >> 8).astype(jnp.float32) * 2.0**-23 + (2.0**-24 - 1)
+    uniform = (bits(seed, numbers(shape)) >> 8).astype(jnp.float32) * 2.0**-23 + (2.0**-24 - 1)
     return math.sqrt(2) * jax.lax.erf_inv(uniform)

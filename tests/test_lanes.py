@@ -107,7 +107,7 @@ def test_every_operation_of_the_compiler_is_right(by: str) -> None:
         assert one.dtype == other.dtype
         np.testing.assert_allclose(one, other, rtol=2e-6, atol=2e-7)
     hlo = jax.jit(jax.vmap(in_lanes(every_operation))).lower(*arguments).as_text()
-    assert ("lanes-" in hlo) == (by == "C")
+    assert ("native-" in hlo) == (by == "C")
 
 
 def test_a_lane_does_not_see_its_neighbours() -> None:

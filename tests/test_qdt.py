@@ -16,7 +16,7 @@ import me_ls
 import qdt
 from dataset import Sizes, Trajectory
 from envs import TaskConfig, make_task, rollout
-from machinery import attention, machine, muon
+from machinery import attention, machine, muon, native
 from machinery.conditioned import Scale
 from machinery.config import make_config
 from machinery.driver import drive
@@ -24,7 +24,7 @@ from machinery.files import UserError
 from machinery.gradients import loss_and_gradient
 from machinery.optimiser import learning_rate
 from machinery.runs import Stage
-from machinery.streams import stream
+from machinery.streams import numbers, stream
 
 SIZES = Sizes(length=20, observation=5, action=3, descriptor=2)
 RAW = qdt.Statistics.none(SIZES)
@@ -115,6 +115,16 @@ def test_every_input_up_to_an_observation_counts(config):
     assert (abs(gradients.achieved[: t + 1]).sum() > 0) == (config.conditioning == "to-go")
 
 
+@pytest.fixture(params=["C", "XLA"])
+def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention is computed by a C compiler where there is one, and by XLA elsewhere."""
+    if request.param == "C" and native.c_compiler() is None:
+        pytest.skip("there is no C compiler")
+    if request.param == "XLA":
+        monkeypatch.setattr(attention, "fast_attention", lambda *arguments: None)
+
+
+@pytest.mark.usefixtures("by")
 def test_attention_in_blocks_is_attention():
     keys = jax.random.split(jax.random.key(0), 3)
     q = jax.random.normal(keys[0], (2, 300, 8))
@@ -141,9 +151,46 @@ def test_attention_in_blocks_is_attention():
     assert 0.98 < float(dropped[:, 100:].mean()) < 1.02 and float(dropped.std()) > 0.01
 
 
+@pytest.mark.skipif(native.c_compiler() is None, reason="there is no C compiler")
+@pytest.mark.parametrize("rate", [0.0, 0.2])
+@pytest.mark.parametrize(("first", "stride"), [(0, 1), (1, 3)])
+@pytest.mark.parametrize("tokens", [6, 32, 33, 75])
+def test_attention_by_the_compiler_is_that_by_xla(monkeypatch, rate, first, stride, tokens):
+    """Also the same weights are dropped, and batches are batches."""
+    keys = jax.random.split(jax.random.key(tokens), 4)
+    q = 3 * jax.random.normal(keys[0], (4, 2, tokens, 20))[:, :, first::stride]
+    k, v = jax.random.normal(keys[1], (2, 4, 2, 20, tokens))
+    seeds = jax.random.bits(keys[2], (4, 2))
+    slope = jax.random.normal(keys[3], q.shape)
+
+    def each(q, k, v, seed):
+        return attention.causal_attention(q, k, v, seed if rate else None, rate, first, stride)
+
+    def run():
+        output, pull = jax.vjp(lambda *qkv: jax.vmap(each)(*qkv, seeds), q, k, v)
+        return output, *pull(slope)
+
+    assert attention.fast_attention(q[0], k[0], v[0], None, rate, first, stride) is not None
+    by_compiler = run()
+    monkeypatch.setattr(attention, "fast_attention", lambda *arguments: None)
+    assert_close(by_compiler, run(), 2e-6)
+
+
+@pytest.mark.usefixtures("by")
+def test_attention_to_extreme_scores():
+    """Weights that vanish are zero, and what is no number does not become one."""
+    q, k = jnp.ones((1, 40, 4)), jnp.zeros((1, 4, 40)).at[0, :, 3].set(1e4)
+    v = jnp.broadcast_to(jnp.arange(40.0), (1, 4, 40))
+    output = attention.causal_attention(q, k, v, None, 0.0, 0, 1)[0, :, 0]
+    np.testing.assert_allclose(output, [0, 0.5, 1, *[3] * 37], rtol=1e-6)
+    broken = attention.causal_attention(q.at[0, 5].set(jnp.nan), k, v, None, 0.0, 0, 1)[0, :, 0]
+    assert np.isnan(broken[5]) and np.isfinite(np.delete(broken, 5)).all()
+
+
 def test_dropout_is_fair_and_independent():
     seeds = jax.random.bits(jax.random.key(0), (4, 2))
-    masks = np.stack([attention.kept(seed, (512, 512), 0.1) for seed in seeds]).astype(float)
+    number = numbers((512, 512))
+    masks = np.stack([attention.kept(seed, number, 0.1) for seed in seeds]).astype(float)
     # Deviations of a mean of n fair draws: 0.3 / sqrt(n).
     assert abs(masks.mean() - 0.9) < 4 * 0.3 / math.sqrt(masks.size)
     assert abs(masks.mean(-1) - 0.9).max() < 5.5 * 0.3 / math.sqrt(512)
@@ -154,8 +201,6 @@ def test_dropout_is_fair_and_independent():
     for i in range(4):
         for j in range(i):
             assert abs((flat[i] * flat[j]).mean()) < 5 / 512
-    again = attention.kept(seeds[0], (512, 256), 0.1, 512 * 256)
-    np.testing.assert_array_equal(again.ravel(), masks[0].ravel()[512 * 256 :])
 
 
 def test_a_new_model_is_initialised_like_gpt_2():
