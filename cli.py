@@ -14,7 +14,6 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from itertools import pairwise
@@ -684,13 +683,18 @@ def print_plan(plans: list[Plan]) -> None:
     searches = [make_search(task, each.search) for each in plans]
     state = eqx.filter_eval_shape(searches[-1].init, jax.random.key(0))
     model = eqx.filter_eval_shape(qdt.make_model, task, plan.train, key=jax.random.key(0))
+    held_out = int(plan.train.held_out * plan.dataset.trajectories)
+    per_epoch = (plan.dataset.trajectories - held_out) // plan.train.batch_size
     costs = estimate.Costs(
-        [(each.iterations, each.steps_per_iteration) for each in searches],
+        [
+            (each.iterations, each.steps_per_iteration, measure_steps_per_second(task, each))
+            for each in searches
+        ],
         policy=count(state.repertoire.policies) // plan.search.cells,
         stored=datasets.bytes_on_disk(task, plan.dataset),
         model=count(model),
-        steps_per_second=measure_steps_per_second(plan),
-        trajectories_per_second=measure_trajectories_per_second(plan),
+        training=plan.train.epochs * (plan.train.steps_per_epoch or per_epoch),
+        seconds_per_step=measure_training_step(task, plan.train),
     )
     estimate.print_costs(plans, costs)
 
@@ -699,31 +703,35 @@ def count(arrays: PyTree) -> int:
     return sum(x.size for x in jax.tree.leaves(arrays))
 
 
-def measure_steps_per_second(plan: Plan) -> float:
-    """One batch of the engine with short episodes."""
-    task = make_task(replace(plan.task, length=min(plan.task.length, 25)))
-    episodes = plan.search.episodes
-    count = max(1, 64 // episodes) * jax.device_count()
+def measure_steps_per_second(task: envs.Task, search: me_ls.MapElites) -> float:
+    """A few chunks of the engine, with as many episodes of a policy as the search plays."""
+    episodes = search.episodes
+    count = max(1, 2 * min(machine.chunk(), 1024) // episodes) * jax.device_count()
     keys = jax.random.split(jax.random.key(0), count)
-    policies = machine.replicate(me_ls.random_policies(task, plan.search.hidden, keys))
+    policies = machine.replicate(me_ls.random_policies(task, search.config.hidden, keys))
     starts = jax.random.split(keys[0], (count, episodes))
     play = partial(envs.rollout, task, policies, starts)
     return starts.size * task.length / estimate.second_time(play)
 
 
-def measure_trajectories_per_second(plan: Plan) -> float:
-    """One small step of training."""
-    task, config = make_task(plan.task), plan.train
+def measure_training_step(task: envs.Task, config: qdt.TrainConfig) -> float:
+    """Seconds of a step of the optimiser, from one with a small batch."""
     micro_batch = machine.micro_batch(task.length)
-    batch = jax.device_count() * micro_batch
+    batch = min(config.batch_size, 4 * jax.device_count() * micro_batch)
+    share = batch / config.batch_size
     sizes = task.descriptor_size, task.observation_size, task.action_size, task.descriptor_size
-    descriptor, *steps = (jnp.zeros((batch, task.length, size)) for size in sizes)
-    zeros = datasets.Trajectory(descriptor[:, 0], *steps)
+
+    def zeros(count: int) -> datasets.Trajectory:
+        descriptor, *steps = (jnp.zeros((count, task.length, size)) for size in sizes)
+        return datasets.Trajectory(descriptor[:, 0], *steps)
+
+    further = round(share * config.beginnings)
+    beginnings = zeros(further).beginning(config.beginning_steps) if further else None
     model = machine.replicate(qdt.make_model(task, config, key=jax.random.key(0)))
     moments = qdt.optimiser(config, 1).init(model)
     how = {"config": config, "total": 1, "micro_batch": micro_batch}
-    step = partial(qdt.train_step, model, moments, zeros, jax.random.key(0), **how)
-    return batch / estimate.second_time(step)
+    arguments = model, moments, zeros(batch), jax.random.key(0), beginnings
+    return estimate.second_time(partial(qdt.train_step, *arguments, **how)) / share
 
 
 # --- the command line itself ------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 // are defined by `fast_attention.py`, which also says what the arguments are.
 //
 // ROWS queries at a time meet all tokens that the last of them may see. Their scores stay in the first-level
-// cache, and of all that XLA would do in passes of their own, mask, softmax and dropout are one pass over them.
+// cache, where mask, softmax and dropout go over them once or twice; XLA would need many passes over far more.
 // Every matrix product is `product`, whose results stay in registers.
 
 #include <stdlib.h>
@@ -40,7 +40,7 @@ static inline void product(const float *a, int row, int along, const float *b, i
   }
 }
 
-static inline f exp_of_negative(f x) {  // Cephes, single precision
+static inline f exp_of_negative(f x) {  // Cephes, single precision; what is no number stays none
   i tiny = x < -87, none = x != x;
   f given = x;
   f whole = x * 1.44269504089f + 12582912.f;  // rounds: what is left of the comma is in the last bits
@@ -94,12 +94,17 @@ typedef struct {
   int first, stride;                   // of the tokens that ask
 } Head;
 
+static void *get_memory(size_t bytes) {  // aligned, so that a vector lies in one line of the cache
+  void *memory = aligned_alloc(64, (bytes + 63) / 64 * 64);
+  if (!memory) abort();
+  return memory;
+}
+
 static Head *new_head(int tokens, const int32_t *asking) {
   int room = (tokens + PANEL - 1) / PANEL * PANEL;
-  Head *h = aligned_alloc(64, (sizeof(Head) + 63) / 64 * 64);
   size_t per_token = 2 * SIZE + WIDE + 2 * ROWS + 2 * TALL;
-  float *x = h ? aligned_alloc(64, per_token * room * sizeof(float)) : 0;
-  if (!x) abort();
+  Head *h = get_memory(sizeof(Head));
+  float *x = get_memory(per_token * room * sizeof(float));
   h->tokens = tokens, h->room = room, h->first = asking[0], h->stride = asking[1];
   h->keys = x, x += SIZE * room;
   h->values = x, x += SIZE * room;
@@ -116,6 +121,7 @@ static void free_head(Head *h) {
   free(h);
 }
 
+// Keys and values, and one of them turned as well.
 static void take(Head *h, const float *keys, const float *values, const float *to_turn) {
   size_t bytes = h->tokens * sizeof(float), rest = h->room * sizeof(float) - bytes;
   for (int d = 0; d < SIZE; d++) {

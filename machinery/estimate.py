@@ -27,44 +27,44 @@ def print_settings(plan: Plan) -> None:
 class Costs:
     """What the stages of a plan consist of, and how fast this machine is."""
 
-    searches: list[tuple[int, int]]  # of each: its iterations, and the steps of one
+    # Of each search: its iterations, the steps of one, and steps per second.
+    searches: list[tuple[int, int, float]]
     policy: int  # its weights
     stored: int  # bytes of the dataset
     model: int  # its parameters
-    steps_per_second: float
-    trajectories_per_second: float
+    training: int  # steps of the optimiser
+    seconds_per_step: float  # of them
 
 
 def print_costs(plans: list[Plan], costs: Costs) -> None:
     """Every stage with its size and its time, and the time of all: of the last plan, and all searches."""
-    plan = plans[-1]
-    speed, rate, total = costs.steps_per_second, costs.trajectories_per_second, 0.0
+    plan, total = plans[-1], 0.0
     search, dataset, train, length = plan.search, plan.dataset, plan.train, plan.task.length
-    print(f"\nThis machine: {speed:,.0f} environment steps per second.\n")
-    for each, (iterations, steps_of_one) in zip(plans, costs.searches, strict=True):
+    print()
+    for each, (iterations, steps_of_one, speed) in zip(plans, costs.searches, strict=True):
         steps = iterations * steps_of_one
         total += steps / speed
         print(
             f"{each.search.algo:<8}{iterations:>12,} iterations {steps // length:>14,} episodes "
-            f"{steps:>18,} steps {time_text(steps / speed):>12}"
+            f"{steps:>18,} steps at {speed:,.0f} per second {time_text(steps / speed):>12}"
         )
     print(
         f"        a policy has {costs.policy:,} weights; the repertoire takes "
         f"{size_text(4 * costs.policy * search.cells)}, "
         f"a batch {size_text(4 * costs.policy * search.batch)}"
     )
-    steps = dataset.trajectories * length
+    steps, speed = dataset.trajectories * length, costs.searches[-1][2]
     total += steps / speed
     least = "at least " if dataset.typical else ""  # the others are played and left out
     print(
         f"dataset {dataset.trajectories:>12,} trajectories {least}{steps:>12,} steps, "
         f"{size_text(costs.stored)} on disk {time_text(steps / speed):>12}"
     )
-    seen = train.epochs * dataset.trajectories
-    total += seen / rate
+    training = costs.training * costs.seconds_per_step
+    total += training
     print(
-        f"{train.model:<8}{costs.model:>12,} parameters {train.epochs} epochs, "
-        f"{seen:,} trajectories at {rate:,.1f} per second {time_text(seen / rate):>12}"
+        f"{train.model:<8}{costs.model:>12,} parameters {costs.training:,} steps of {train.batch_size} "
+        f"trajectories, {1 / costs.seconds_per_step:,.1f} per second {time_text(training):>12}"
     )
     print(f"\nAbout {time_text(total)} in all, without experiments and compilation.")
 
