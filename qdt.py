@@ -642,8 +642,10 @@ class Training:
     def init(self, key: Key[Array, ""]) -> TrainingState:
         count = min(len(self.learned), REMEMBERED)
         drawn = generator(self.seed, "statistics").choice(self.learned, count, replace=False)
-        noise = self.data.meta.config.action_noise
-        known = Statistics.of(self.data.batch(drawn), noise)
+        meta = self.data.meta
+        known = Statistics.of(
+            self.data.batch(drawn), meta.config.action_noise, meta.selection.descriptor
+        )
         model = make_model(self.task, self.config, known, key=key)
         # The best model is a copy, with memory of its own.
         best = Best(jax.tree.map(jnp.array, model), jnp.array(jnp.inf))

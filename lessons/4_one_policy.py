@@ -87,7 +87,7 @@ lines(dataset.best_of_each_zone)
 # %%
 trajectory = jax.tree.map(lambda x: jnp.asarray(x[0]), data.batch(np.array([7])))
 config = qdt.QDTConfig(**SMALL)
-known = qdt.Statistics.of(data.batch(np.arange(256)), 0.0)
+known = qdt.Statistics.of(data.batch(np.arange(256)), 0.0, data.meta.selection.descriptor)
 fresh = qdt.make_model(task, config, known, key=jax.random.key(0))
 
 

@@ -58,13 +58,15 @@ class Statistics(eqx.Module):
         return Statistics(*scales, jnp.zeros(()), nowhere, jnp.array(jnp.inf))
 
     @staticmethod
-    def of(sample: Any, action_noise: float) -> "Statistics":
-        """The margin is the mean distance of a descriptor to the next one."""
+    def of(
+        sample: Any, action_noise: float, demonstrators: Float[np.ndarray, "policies d"]
+    ) -> "Statistics":
+        """The margin is half the way from a demonstrator to the next: between two of them lies within."""
         scales = Scale.of(sample.descriptor), Scale.of(sample.observations)
-        ends = np.unique(np.asarray(sample.descriptor, np.float32), axis=0)
-        apart = np.linalg.norm(ends[:, None] - ends, axis=-1)
+        apart = np.linalg.norm(demonstrators[:, None] - demonstrators, axis=-1)
         np.fill_diagonal(apart, np.inf)
-        margin = apart.min(axis=1).mean() if len(ends) > 1 else 0.0
+        margin = apart.min(axis=1).mean() / 2 if len(demonstrators) > 1 else 0.0
+        ends = np.unique(np.asarray(sample.descriptor, np.float32), axis=0)
         shown = ends[np.arange(REMEMBERED) % len(ends)]
         noise = jnp.array(action_noise, jnp.float32)
         return Statistics(*scales, noise, jnp.asarray(shown), jnp.array(margin, jnp.float32))

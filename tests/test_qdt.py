@@ -566,11 +566,12 @@ def test_beginnings_are_learned_beside_whole_trajectories(noisy_data):
 def test_a_target_beyond_all_demonstrations_becomes_the_middle_of_the_nearest(data):
     """As a repertoire plays its nearest policy. Without `stay_within` a target stays what it is."""
     sample = data.batch(np.arange(200))
-    known = qdt.Statistics.of(sample, 0.0)
+    who = data.meta.selection.descriptor
+    known = qdt.Statistics.of(sample, 0.0, who)
     margin = float(known.margin)
+    apart = [np.sort(np.linalg.norm(who - one, axis=1))[1] for one in who]
+    assert margin == pytest.approx(np.mean(apart) / 2, rel=1e-4)
     ends = np.unique(sample.descriptor, axis=0)
-    apart = [np.sort(np.linalg.norm(ends - end, axis=1))[1] for end in ends]
-    assert margin == pytest.approx(np.mean(apart), rel=1e-4)
     far = jnp.array([40.0, 30.0])
     remembered = np.asarray(known.shown)
     assert {tuple(end) for end in remembered} == {tuple(end) for end in ends}
