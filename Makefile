@@ -24,8 +24,9 @@ lessons: .venv/installed
 notebooks: .venv/lessons
 	$(BIN)/python lessons/execute.py
 
+# Opens lesson 1. Jupyter refuses to run as root, as in a container, without OPTIONS=--allow-root.
 jupyter: .venv/lessons
-	$(BIN)/jupyter lab lessons
+	$(BIN)/jupyter lab --notebook-dir=. --LabApp.default_url=/lab/tree/lessons/1_luck.ipynb $(OPTIONS)
 
 # What is right, wrong or missing; EXERCISE="spread dispersion" for some of them.
 grade: .venv/installed

@@ -113,7 +113,8 @@ assert jax.random.normal(first) == jax.random.normal(first) != jax.random.normal
 #
 # A *pytree* is any nesting of lists, tuples and dictionaries with arrays as leaves; `jax.tree.map` applies a function to every
 # leaf. An Equinox *module* is a dataclass that is also a pytree: a neural network is its arrays, and its methods are functions of
-# them. The policies of this project are such modules.
+# them. The policies of this project are such modules. In the one below, `__call__` is the network: two or more layers, from an
+# observation to an action. (`start` and `act` do the same for whole episodes, with weights that are prepared once.)
 
 # %%
 lines(me_ls.MLP)
@@ -143,7 +144,7 @@ np.testing.assert_allclose(number_five(jnp.array([0.1, -0.2, 1.0])), actions[5],
 #
 # ## Questions
 #
-# 1. Why does a `jit`ted function that appends to a Python list do so only once?
+# 1. Why does a compiled function that appends to a Python list do so only once for each shape?
 # 2. `jax.random.split(key, 3)` and `jax.random.split(key, 4)`: are the first three keys the same? Try it, and think about what
 #    follows for a program in which you later need one more key.
 # 3. Write the mean distance between all pairs of ten points in one line. (Lesson 1 shows how the project does it.)

@@ -6,12 +6,18 @@
 #
 # **How long.** Forty minutes to read; the cells run in half a minute to a minute.
 #
-# **Before.** Sections 1 to 3 of the paper. [Lesson 0](0_jax.ipynb) if you have never seen JAX.
+# **Before.** [Lesson 0](0_jax.ipynb) if you have never seen JAX. Sections 1 to 3 of
+# [the paper](https://doi.org/10.1145/3583131.3590433) help, but what is needed is said here. Words are explained in
+# [the glossary](../docs/glossary.md).
 #
 # ## The task
 #
-# Robots are slow to simulate and hard to look into. We begin with a point: it has a mass and a drag, it is pushed by an
-# acceleration, and in 3 seconds (30 steps) it can get anywhere on a square of 3 m.
+# A *policy* decides what a robot does: here it is a small neural network that turns what the robot observes into an action, again in every
+# step. An *episode* is one play of a policy, from a random start to a time limit.
+#
+# Robots are slow to simulate and hard to look into. We begin with a point. The policy pushes it, drag slows it down, and in 3 seconds (30 steps
+# of 0.1 s) it can get anywhere in a square with sides of 3 m. Below the next cell stand the project's own lines for it: how an episode starts, and what
+# a step does. (`lines` shows code of the project in every lesson. It is the code that runs.)
 
 # %%
 import jax
@@ -28,23 +34,24 @@ task = point()
 lines(PointOmni.reset, PointOmni.step, PointOmni._state)
 
 # %% [markdown]
-# A *state* $s$ is position and velocity, an *action* $\mathbf a_t \in [-1, 1]^2$ is an acceleration. With the paper's symbols
-# (equation 2; the ant of the paper has the same reward and the same descriptor):
+# A *state* $s$ is position and velocity, an *action* $\mathbf a_t \in [-1, 1]^2$ is an acceleration. A *trajectory* $\tau$ is what
+# one episode of $T$ steps leaves behind: its states and actions. Two things about it count (equation 2 of the paper, whose ant has the same two):
 #
 # $$\xi(\tau) = (x_T, y_T), \qquad F(\tau) = -\sum_{t=1}^{T} \lVert \mathbf a_t \rVert_2 .$$
 #
-# A *trajectory* $\tau$ is what one episode leaves behind. Its **descriptor** $\xi(\tau)$ says *what* it did: where the point
-# ended. Its **fitness** $F(\tau)$ says *how well*: with how little effort. We do not want the one best policy, we want for
-# *every* place the policy that gets there with the least effort.
+# The **descriptor** $\xi(\tau)$ says *what* the trajectory did: where the point ended. (Outside of the square, the nearest place on its border
+# counts.) The **fitness** $F(\tau)$ says *how well*: with how little effort; it is at most 0. We do not want the one best policy, which would
+# stand still. We want for *every* place the policy that gets there with the least effort. That is what *quality-diversity* means.
 #
-# Two things matter later. The policy does not see where it is: its observation is its velocity and a constant. And the start is
-# random: position and velocity are drawn from a Gaussian with a deviation of 0.1. Physics and policy are deterministic, so
+# Two things matter later. The policy does not see where it is: all it observes is its velocity and a constant 1. And the start is
+# random: each coordinate of position and velocity is drawn from a Gaussian with mean 0 and deviation 0.1. Physics and policy are deterministic, so
 # **the start is the only chance in this world**.
 #
 # ## A repertoire
 #
-# The space of descriptors is cut into cells, and each cell holds one policy: the best that was seen to end there. The cells are
-# those of a centroidal Voronoi tessellation (CVT), 64 points spread evenly; a descriptor belongs to the nearest one.
+# A **repertoire** is a collection of policies, sorted by what they do. The space of descriptors, here the square, is cut into cells, and each
+# cell holds one policy: the best that was seen to end there. 64 points, the *centroids*, are spread evenly, and a descriptor belongs to the nearest
+# one (a centroidal Voronoi tessellation, CVT).
 
 # %%
 elites = me_ls.make_search(task, settings("me"))
@@ -54,17 +61,21 @@ draw_borders(axes, repertoire.centroids, task)
 axes.plot(*repertoire.centroids.T, "k.", markersize=3)
 frame(axes, task, "64 cells and their centroids")
 assert not repertoire.occupied.any()
-show(figure)
+show(
+    figure,
+    "The square, cut into 64 cells of about the same size, with a dot in the middle of each.",
+)
 
 # %% [markdown]
 # ## MAP-Elites in thirty lines
 #
-# Algorithm 2 of the paper: begin with random policies; then, again and again, copy policies of the repertoire, vary the copies,
-# let each play one episode, and put it into the cell where it ended, if the cell is empty or if it is fitter than the policy that lives there.
+# MAP-Elites (algorithm 2 of the paper) fills a repertoire. Begin with random policies. Then, again and again, copy policies of the repertoire, vary
+# the copies and let each play one episode. A copy is put into the cell where it ended if that cell is empty, or if it is fitter than the policy that
+# lives there, the *elite* of the cell.
 #
-# Here it is with plain Python dictionaries. Only two things are borrowed from the project: random policies, and the episodes. (The
-# policies are networks with 16 hidden units; a batch of 32 of them is one network whose arrays have a leading axis of 32, hence
-# `jax.tree.map`. [Lesson 0](0_jax.ipynb) has the trick.)
+# Here it is with plain Python dictionaries. Only two things are borrowed from the project: random policies, and `rollout`, which plays episodes: it is
+# given a key for each policy and each of its episodes, here (32, 1) of them. The policies are networks with 16 hidden units. A batch of 32 of them is
+# one network whose arrays have a leading axis of 32, hence `jax.tree.map` ([lesson 0](0_jax.ipynb) has the trick).
 
 
 # %%
@@ -72,7 +83,8 @@ def map_elites(iterations, key):
     centroids = np.asarray(repertoire.centroids)
     kept = {}  # cell -> (fitness, descriptor, policy)
     for i in range(iterations):
-        pick_key, noise_key, play_key = jax.random.split(jax.random.fold_in(key, i), 3)
+        key_of_this_round = jax.random.fold_in(key, i)  # another one for every i
+        pick_key, noise_key, play_key = jax.random.split(key_of_this_round, 3)
         if i == 0:  # 1. random policies ...
             offspring = me_ls.random_policies(task, (16,), jax.random.split(pick_key, 32))
         else:  # ... or variations of those that are kept
@@ -104,8 +116,8 @@ assert len(kept) > 10
 
 # %% [markdown]
 # Ten iterations fill the cells; the rest of a search makes their policies fitter. The project does the same with arrays instead of
-# dictionaries, so that all of it is compiled, with a variation that also goes along the line between two parents (*iso+line*), and for every
-# algorithm of the paper. 3,000 iterations of 32 policies are 96,000 policies:
+# dictionaries, so that all of it is compiled, and with a variation that also goes along the line between two parents (*iso+line*). `search`
+# runs it for 3,000 iterations of 32 policies: 96,000 policies. Below it, one iteration as the project has it.
 
 # %%
 me = search(task, "me", iterations=3000)
@@ -117,24 +129,21 @@ lines(me_ls.MapElites.step)
 # ## It looks perfect
 #
 # Every cell has its policy, and the policies need little effort: one that pushes with full force all the time would have a
-# fitness of $-30\sqrt 2 = -42$.
+# fitness of $-30\sqrt 2 = -42$. The further away a place is, the more effort it takes.
 
 # %%
+maps = {"MAP-Elites": (me.centroids, me.fitness)}
 show(
-    plots.cell_maps(
-        {"MAP-Elites": (me.centroids, me.fitness)},
-        task.low,
-        task.high,
-        task.axes,
-        "fitness",
-    )
+    plots.cell_maps(maps, task.low, task.high, task.axes, "fitness"),
+    "A map of the cells, coloured by fitness: near 0 in the middle, lower towards the border, "
+    "lowest in the corners.",
 )
 
 # %% [markdown]
 # ## Play it again
 #
 # Now take three policies out of the repertoire and let each play thirty episodes. The star is what the repertoire promises: the
-# descriptor with which the policy was stored. The dots are what it does.
+# descriptor with which the policy was stored. The dots are where it ends, the lines how it gets there.
 
 # %%
 cells = me_ls.nearest(me.centroids, jnp.array([[0.0, 1.0], [-0.9, -0.6], [1.0, -0.9]]))
@@ -148,7 +157,11 @@ for i, axes in enumerate(row):
     axes.plot(*me.descriptor[cells[i]], "*", color="tab:red", markersize=13, label="promised")
     frame(axes, task, f"policy of cell {cells[i]}", margin=0.2)
 row[0].legend(loc="lower left", fontsize=8)
-show(figure)
+show(
+    figure,
+    "Three panels, one for each policy: the ends of thirty episodes are a cloud. The star of "
+    "the promised place lies at its edge or beyond it.",
+)
 
 # %% [markdown]
 # They miss. How often? Let all 64 policies play thirty episodes, and count how many of these end in the cell of their policy.
@@ -219,7 +232,8 @@ for seed in range(5):
     late.append(pair[1])
 
 # %% [markdown]
-# In all five, the repertoire promises more and holds less. For scale: a policy that never moves has a distance of about 1.15 m to these goals.
+# In all five, after ten times as many iterations the repertoire promises more and delivers less. For scale: a policy that never moves has a distance of
+# about 1.15 m to these goals.
 #
 # ## Spread
 #
@@ -241,7 +255,8 @@ lines(me_ls.spread)
 # %% [markdown]
 # ## How small can it be?
 #
-# A policy that does nothing drifts with its first velocity, which the drag eats up: $v_{t} = 0.9\, v_{t-1}$. It ends at
+# How steady can a policy of this task be at all? One that does nothing drifts with its first velocity, which the drag eats up: $v_{t} = 0.9\, v_{t-1}$.
+# Coordinate by coordinate, it ends at
 #
 # $$x_T = x_0 + 0.1 \sum_{t=1}^{30} 0.9^t\, v_0 \approx x_0 + 0.862\, v_0, \qquad x_0, v_0 \sim \mathcal N(0, 0.1^2),$$
 #
@@ -278,16 +293,17 @@ assert of_elites.min() > 0.177 and of_elites.mean() > 1.1 * 0.177
 #
 # The point is a tame world: between 0.177 and 0.234 there is not much to lose. A robot with legs may stumble or not. On Ant-Omni the policies of
 # MAP-Elites have a spread of more than 5 m in a square of 30 m; MAP-Elites Low-Spread, the subject of the next lesson, brings it down to half
-# (the table in `results/README.md`).
+# (the tables of [the results](../results/README.md)).
 #
 # ## Questions
 #
-# 1. Somebody suggests to keep the cells but store the *mean* descriptor over all episodes that an elite ever plays. What would
-#    that mend, and what not? (The paper calls a relative of this ME-Sampling.)
-# 2. The spread of two episodes is their distance, the spread of one is 0 here. What would happen if a search that minimises the
-#    spread were allowed to play one episode?
+# 1. Somebody suggests keeping the cells, but storing the *mean* descriptor over all episodes that an elite ever plays. What would
+#    that mend, and what not? (ME-Sampling, in lesson 2, is a relative of this.)
+# 2. The spread of two episodes is their distance, the spread of one is 0 here. What would happen if a search that looks for a low
+#    spread were allowed to play a single episode?
 # 3. Derive the least possible *mean distance to a goal* in the same way as the least possible spread. (A Gaussian cloud of deviation 0.1
 #    centred on the goal.) Keep the number for lesson 4.
 # 4. In `map_elites` above, one line decides what is kept. Change it so that luck has less of a chance, and measure.
 #
-# Exercises: `exercises/spread.py`, `exercises/dispersion.py`. Next: [lesson 2](2_low_spread.ipynb).
+# Exercises: [`exercises/spread.py`](../exercises/spread.py), [`exercises/dispersion.py`](../exercises/dispersion.py). Write the function that is missing there;
+# `make grade EXERCISE=spread` in a terminal says whether it is right. Next: [lesson 2](2_low_spread.ipynb).

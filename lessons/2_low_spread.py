@@ -48,16 +48,11 @@ mode = me_ls.characterise_by_mode(effort, ends, centroids)
 
 figure, (axes,) = panels(width=4.2)
 draw_borders(axes, centroids, task)
-axes.plot(*ends.T, ".", color="tab:blue", label="ten episodes")
+axes.plot(*ends.T, ".", color="tab:blue", label="ten episodes", zorder=3)
 axes.plot(*once.descriptor, "D", color="tab:green", markersize=9, label="first episode (ME)")
 axes.plot(*ends.mean(axis=0), "X", color="tab:gray", markersize=10, label="mean")
-axes.plot(
-    *median.descriptor,
-    "P",
-    color="tab:purple",
-    markersize=10,
-    label="geometric median (ME-Sampling)",
-)
+median_label = "geometric median (ME-Sampling)"
+axes.plot(*median.descriptor, "P", color="tab:purple", markersize=10, label=median_label)
 axes.plot(*mode.descriptor, "*", color="tab:red", markersize=12, label="most frequent cell (ME-LS)")
 axes.legend(fontsize=7, loc="lower center")
 frame(axes, task, f"of three minds: spread {mode.spread:.2f} m")
@@ -70,7 +65,11 @@ def nearest_visit(descriptor):
 assert nearest_visit(mode.descriptor) < 0.1
 assert nearest_visit(median.descriptor) > 0.4 and nearest_visit(ends.mean(axis=0)) > 0.4
 assert mode.spread > 1.0
-show(figure)
+show(
+    figure,
+    "Ten episodes end in three groups far apart. First episode and most frequent cell lie in "
+    "the group on the left, mean and geometric median in the empty middle.",
+)
 
 # %% [markdown]
 # The *geometric median* is the point with the least total distance to all episodes. An outlier moves it less than the mean, but here
@@ -90,7 +89,7 @@ lines(me_ls.characterise_by_mode, me_ls.spread)
 lines(me_ls.fitter_and_steadier, me_ls.insert)
 
 # %% [markdown]
-# Five policies come to one cell, one after another. Follow the table by hand before you run the cell.
+# Five policies come to one cell, one after another, each with a fitness and a spread. Decide by hand who gets in before you read the table.
 
 # %%
 offers = [(-10.0, 0.30), (-8.0, 0.50), (-12.0, 0.10), (-9.0, 0.25), (-8.5, 0.24)]
@@ -104,14 +103,11 @@ for i, (fitness, psi) in enumerate(offers):
     before = repertoire
     repertoire, count = me_ls.insert(repertoire, offspring, me_ls.fitter_and_steadier)
     accepted.append(bool(count))
-    inside = (
-        f"{before.fitness[cell]:5.1f}, {before.spread[cell]:.2f}"
-        if before.occupied[cell]
-        else "empty"
-    )
-    print(
-        f"cell {cell} holds {inside:12} | comes {fitness:5.1f}, {psi:.2f} | {'accepted' if count else 'refused'}"
-    )
+    inside = "empty"
+    if before.occupied[cell]:
+        inside = f"{before.fitness[cell]:5.1f}, {before.spread[cell]:.2f}"
+    verdict = "accepted" if count else "refused"
+    print(f"cell {cell} holds {inside:12} | comes {fitness:5.1f}, {psi:.2f} | {verdict}")
 assert accepted == [True, False, False, True, True]
 
 # %% [markdown]
@@ -148,7 +144,11 @@ found = {
     "ME-LS": search(task, "me-ls", iterations=300),
 }
 maps = {name: (r.centroids, r.fitness) for name, r in found.items()}
-show(plots.cell_maps(maps, task.low, task.high, task.axes, "fitness, as promised"))
+show(
+    plots.cell_maps(maps, task.low, task.high, task.axes, "fitness, as promised"),
+    "Three maps of the promised fitness: high in the middle, low at the border. That of ME is "
+    "the lightest, that of ME-LS the darkest.",
+)
 
 # %% [markdown]
 # What the repertoires *promise*: ME has the highest fitness nearly everywhere. Now the **reassessment** (appendix C.2.1): every policy
@@ -188,15 +188,13 @@ for name, a in accuracy.items():
     print(f"{name:12} distance to the goals {distance[name]:.3f} m, spread {a.spread.mean():.3f} m")
 assert distance["ME-LS"] < 0.7 * distance["ME"]
 maps = {name: (goals, a.distance) for name, a in accuracy.items()}
+figure = plots.cell_maps(
+    maps, task.low, task.high, task.axes, "distance to the goal (m)", lighter_is="low"
+)
 show(
-    plots.cell_maps(
-        maps,
-        task.low,
-        task.high,
-        task.axes,
-        "distance to the goal (m)",
-        lighter_is="low",
-    )
+    figure,
+    "Three maps of the distance to the goals: ME misses many goals by half a metre and more, "
+    "ME-Sampling and ME-LS few.",
 )
 
 # %% [markdown]
@@ -224,13 +222,13 @@ runs = {
     name: [summary(search(task, *how, seed)) for seed in range(5)] for name, how in names.items()
 }
 print("mean (lowest to highest) of five searches")
-print("             misplaced (m)          spread (m)             distance (m)           coverage")
+print("             misplaced (m)       spread (m)          distance (m)        coverage")
 for name, of_seeds in runs.items():
-    row = ""
+    row = []
     for what in ("misplaced", "spread", "distance", "coverage"):
         values = [one[what] for one in of_seeds]
-        row += f"{sum(values) / 5:.3f} ({min(values):.3f}–{max(values):.3f})    "
-    print(f"{name:12} {row}")
+        row.append(f"{sum(values) / 5:.2f} ({min(values):.2f}–{max(values):.2f})")
+    print(f"{name:12}", "    ".join(row))
 for one, sampling, low in zip(*runs.values(), strict=True):
     assert one["misplaced"] > 2 * max(sampling["misplaced"], low["misplaced"])
     assert low["spread"] < min(one["spread"], sampling["spread"])
@@ -259,7 +257,7 @@ assert abs(over_seeds("ME-LS", "distance") / over_seeds("ME-Sampling", "distance
 #
 # ## Luck moves house
 #
-# Look at the table again: the spread that ME-LS *promises* is much lower than the one it has. In the inner cells, where nothing is clipped, it
+# Look at the table of the reassessment again: the spread that ME-LS *promises* is much lower than the one it has. In the inner cells, where nothing is clipped, it
 # is even lower than 0.177, which lesson 1 has shown to be impossible.
 
 # %%
@@ -298,5 +296,5 @@ assert deviation[2] > deviation[10] > deviation[40]
 # 4. A criterion that compares fitness alone, but of ten *other* episodes every time an elite is challenged: what would it mend?
 #    (`uncertain.py` has three published methods that think along this line.)
 #
-# Exercises: `exercises/insertion.py`, `exercises/soft_criterion.py`, `exercises/geometric_median.py`, `exercises/lucky_baseline.py`,
-# `exercises/deep_cell.py`, `exercises/own_rule.py`. Next: [lesson 3](3_gradients.ipynb).
+# Exercises: [`exercises/insertion.py`](../exercises/insertion.py), [`exercises/soft_criterion.py`](../exercises/soft_criterion.py), [`exercises/geometric_median.py`](../exercises/geometric_median.py), [`exercises/lucky_baseline.py`](../exercises/lucky_baseline.py),
+# [`exercises/deep_cell.py`](../exercises/deep_cell.py), [`exercises/own_rule.py`](../exercises/own_rule.py). Next: [lesson 3](3_gradients.ipynb).

@@ -49,7 +49,7 @@ lines(pgame_ls.actor_loss)
 # ## TD3 in one picture
 #
 # The critic is trained on its own prediction one step later, $y = r + \gamma\, Q(s', \pi(s'))$. That tends to be too optimistic:
-# the actor seeks out errors that point upwards, and they are fed back. TD3 has four guards against that, numbered in the picture: noise
+# the actor seeks out errors that point upwards, and they are fed back. TD3 ("twin delayed deep deterministic policy gradient") has four guards against that, numbered in the picture: noise
 # on the target's action, so that a narrow peak of the critic counts for little; two critics, of which the lower one counts; an actor that learns
 # half as often as the critics; and copies for the target that follow slowly.
 
@@ -76,18 +76,24 @@ box(4.2, 4.2, "target actor $\\pi'$\n+ clipped noise $\\epsilon$\n(1: smoothing)
 box(8.0, 4.2, "target critics $Q'_1, Q'_2$:\nthe lower one counts\n(2: twins)", "#dcebf7")
 box(8.0, 0.8, "critics $Q_1, Q_2$\nlearn to say $y$", "#fbe3d6")
 box(4.2, 0.8, "greedy actor $\\pi$\nclimbs $Q_1$ at every\n2nd step (3: delay)", "#fbe3d6")
-arrow((2.0, 3.0), (3.2, 3.9), "$s'$", 2.45, 3.65)
-arrow((5.3, 4.2), (6.6, 4.2), "$a' = \\pi'(s') + \\epsilon$", 5.95, 4.5)
-arrow((7.6, 3.6), (7.6, 1.25), "$y = r + \\gamma\\, \\min(Q'_1, Q'_2)(s', a')$", 6.05, 3.1)
-arrow((2.0, 2.0), (3.1, 1.2), "$s$", 2.4, 1.45)
-arrow((2.05, 2.4), (6.95, 1.1), "$s, a, r$", 5.8, 1.65)
-arrow((6.95, 0.7), (5.45, 0.7), "$\\nabla_a Q_1$", 6.2, 0.42)
-arrow((3.6, 1.4), (3.6, 3.6), "follows slowly\n(4: soft update)", 2.75, 2.75, "--")
-arrow((8.5, 1.25), (8.5, 3.6), "follow slowly\n(4: soft update)", 9.45, 2.5, "--")
+arrow((1.75, 2.9), (3.4, 4.0), "$s'$", 2.45, 3.65)
+arrow((5.05, 4.2), (7.05, 4.2), "$a' = \\pi'(s') + \\epsilon$", 6.05, 4.45)
+arrow((7.6, 3.75), (7.6, 1.15), "$y = r + \\gamma\\, \\min(Q'_1, Q'_2)(s', a')$", 6.05, 3.1)
+arrow((1.75, 2.1), (3.35, 1.0), "$s$", 2.4, 1.4)
+arrow((1.75, 2.5), (7.3, 1.05), "$s, a, r$", 5.8, 1.75)
+arrow((7.3, 0.7), (5.1, 0.7), "$\\nabla_a Q_1$", 6.2, 0.42)
+arrow((3.6, 1.25), (3.6, 3.75), "follows slowly\n(4: soft update)", 2.75, 2.85, "--")
+arrow((8.4, 1.15), (8.4, 3.75), "follow slowly\n(4: soft update)", 9.35, 2.5, "--")
 axes.text(
     0.2, 0.15, "PGAME: nearly half of the offspring climb $Q_1$, too", fontsize=8.5, style="italic"
 )
-show(figure)
+show(
+    figure,
+    "The replay buffer gives next states to the target actor. Its action, with noise, goes to "
+    "the two target critics; the lower of their values makes the target y, which the critics "
+    "learn. The greedy actor climbs the first critic. Target actor and target critics follow "
+    "slowly.",
+)
 
 # %% [markdown]
 # The formula in the middle, as the project has it. (The end of an episode is a time limit, not an end of the world: no special term.)
@@ -114,12 +120,9 @@ for key in jax.random.split(jax.random.key(1), 100):
     state, metrics = pgame.step(state, key)
     losses.append(float(metrics["critic_loss"]))
     greedy.append(float(metrics["greedy_fitness"]))
-print(
-    f"{config.by_variation} offspring by variation, {config.by_gradient} by gradient, and the greedy actor"
-)
-print(
-    f"coverage {state.repertoire.occupied.mean():.0%}; greedy actor's fitness {greedy[0]:.1f} -> {greedy[-1]:.2f}"
-)
+print(f"offspring: {config.by_variation} by variation, {config.by_gradient} by gradient, 1 greedy")
+print(f"coverage {state.repertoire.occupied.mean():.0%}")
+print(f"fitness of the greedy actor {greedy[0]:.1f} -> {greedy[-1]:.2f}")
 figure, (left, right) = panels(2, width=4.0, height=2.8)
 left.semilogy(losses)
 left.set(xlabel="iteration", ylabel="loss of the critics", title="the critics learn")
@@ -127,15 +130,21 @@ right.plot(greedy, color="tab:orange")
 right.set(xlabel="iteration", ylabel="fitness", title="the greedy actor learns to save effort")
 assert np.nanmean(losses[-10:]) < losses[1]
 assert greedy[-1] > -1.0  # of at most 0
-show(figure)
+show(
+    figure,
+    "Left: the loss of the critics falls in the first iterations and then stays low. Right: the "
+    "fitness of the greedy actor rises from below -20 to nearly 0.",
+)
 
 # %% [markdown]
+# The loss does not fall to zero: the target moves along with the critics, and it has noise in it that nobody can predict.
+#
 # ## The critic, drawn
 #
 # What has it learned? Here the reward is $-\lVert \mathbf a \rVert$ alone, so we know the truth. The best one can do after any
 # action is to do nothing for ever, so $Q^*(s, \mathbf a) = -\lVert \mathbf a \rVert_2$ in **every** state: a cone over the actions,
 # flat over the velocities. Left: $Q_1$ over actions for the point at rest. Right: $Q_1(s, \pi(s))$ of the greedy actor over the
-# velocities it may have.
+# velocities it may have, with its actions as arrows.
 
 # %%
 critic, actor = pgame_ls.first_of(state.td3.critics), state.td3.actor
@@ -149,31 +158,31 @@ over_states = jax.vmap(jax.vmap(critic))(moving, chosen)
 figure, (left, right) = panels(2, width=4.4)
 image = left.contourf(grid[..., 0], grid[..., 1], over_actions, 20)
 left.plot(*grid.reshape(-1, 2)[jnp.argmax(over_actions)], "*", color="white", markersize=12)
-left.set(
-    xlabel="first action",
-    ylabel="second action",
-    title="$Q_1$ at rest; star: highest",
-    aspect="equal",
-)
+left.set(xlabel="action in x (m/s²)", ylabel="action in y (m/s²)", aspect="equal")
+left.set_title("$Q_1$ at rest; star: highest")
 figure.colorbar(image, ax=left, shrink=0.8, label="$Q_1$")
 image = right.contourf(grid[..., 0], grid[..., 1], over_states, 20)
 thin = (slice(None, None, 5), slice(None, None, 5))
 right.quiver(
-    *grid[thin].transpose(2, 0, 1), *chosen[thin].transpose(2, 0, 1), color="white", scale=6
+    *grid[thin].transpose(2, 0, 1), *chosen[thin].transpose(2, 0, 1), color="white", scale=1.5
 )
 right.set(xlabel="velocity in x (m/s)", ylabel="velocity in y (m/s)", aspect="equal")
-right.set_title("$Q_1(s, \\pi(s))$; arrows: the greedy actor's actions")
+right.set_title("$Q_1(s, \\pi(s))$; arrows: actions")
 figure.colorbar(image, ax=right, shrink=0.8, label="$Q_1$")
 truth = -jnp.sqrt((grid**2).sum(-1))
 correlation = float(jnp.corrcoef(over_actions.ravel(), truth.ravel())[0, 1])
-print(
-    f"correlation of Q₁ at rest with −‖a‖: {correlation:.2f}; highest value {over_actions.max():.1f}"
-)
+print(f"Q₁ at rest: correlation with −‖a‖ {correlation:.2f}, highest {over_actions.max():.1f}")
+print(f"largest action of the greedy actor: {jnp.abs(chosen).max():.2f} m/s² of 1")
 speed = np.linalg.norm(state.replay.observations[..., :2], axis=-1)
 print(f"nine of ten observations in the buffer are slower than {np.quantile(speed, 0.9):.2f} m/s")
 assert correlation > 0.8
 assert -25 < over_actions.max() < -5
-show(figure)
+show(
+    figure,
+    "Left: a cone over the actions, highest in the middle. Right: over the velocities the "
+    "critic is nearly flat in the middle and falls towards the corners; arrows show the small "
+    "actions of the greedy actor.",
+)
 
 # %% [markdown]
 # The cone is there. But read the colour bar: at rest and without effort $Q_1$ is about $-11$, not $0$. That is the price of the smoothing. The
@@ -217,7 +226,12 @@ nearer = jnp.sqrt((there**2).sum(-1)) < jnp.sqrt((here**2).sum(-1))
 print(f"{nearer.mean():.0%} of them end nearer to the middle than before")
 assert gain.mean() > 0 and (gain > 0).mean() > 0.7
 assert nearer.mean() > 0.6
-show(figure)
+show(
+    figure,
+    "Left: arrows from where the twenty parents end, all over the square, to where they end "
+    "after climbing: nearly all point to the middle. Right: the gain in fitness of each, as "
+    "bars.",
+)
 
 # %% [markdown]
 # They climb, without a single episode of their own: and they all **move to the middle**, because on this task least effort is standing
@@ -234,4 +248,4 @@ show(figure)
 #    the critic have to predict?
 # 4. `gradient_share` is 0.5. Try 0.2 and 0.8, at the same number of environment steps, and look at coverage.
 #
-# Exercises: `exercises/td3_target.py`, `exercises/own_task.py`. Next: [lesson 4](4_one_policy.ipynb), one policy for all.
+# Exercises: [`exercises/td3_target.py`](../exercises/td3_target.py), [`exercises/own_task.py`](../exercises/own_task.py). Next: [lesson 4](4_one_policy.ipynb), one policy for all.

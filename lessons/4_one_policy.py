@@ -51,9 +51,8 @@ repertoire = search(task, "me-ls", iterations=300)
 directory = tempfile.TemporaryDirectory()
 data = demonstrations(task, repertoire, Path(directory.name))
 selection = data.meta.selection
-print(
-    f"{len(selection.cells)} of {len(selection.centroids)} zones have a policy; {len(data)} trajectories"
-)
+zones = len(selection.centroids)
+print(f"{len(selection.cells)} of {zones} zones have a policy; {len(data):,} trajectories")
 figure, (left, right) = panels(2, width=4.0)
 for axes in (left, right):
     draw_borders(axes, selection.centroids, task)
@@ -64,7 +63,12 @@ right.scatter(*data.descriptor.T, c=data.zone, cmap="tab20", s=3)
 frame(right, task, "where their trajectories end")
 assert len(data) == 2048
 assert np.mean(selection.hits) > 4
-show(figure)
+show(
+    figure,
+    "Left: nearly every zone has a dot, its teacher, coloured by how many of ten episodes ended "
+    "in the zone. Right: the ends of the trajectories, a small cloud for each teacher, with "
+    "gaps between the clouds.",
+)
 
 # %% [markdown]
 # On the left, a dot is the mean end of a teacher's episodes, the lighter the more of them ended in its zone; on the right, every colour is the
@@ -111,13 +115,14 @@ lines(qdt.interleave)
 # %% [markdown]
 # ## The causal mask
 #
-# Attention lets every token look at others and take what it needs. With queries $q_i$, keys $k_j$ and values $v_j$ of dimension $d$,
+# Attention lets every token look at others and take what it needs. Of every token, three vectors of dimension $d$ are made: a query $q_i$, a key $k_i$
+# and a value $v_i$. What token $i$ takes is
 #
 # $$y_i = \sum_{j \le i} w_{ij}\, v_j, \qquad w_{ij} = \frac{\exp(q_i \cdot k_j / \sqrt d)}{\sum_{l \le i} \exp(q_i \cdot k_l / \sqrt d)} .$$
 #
 # The restriction $j \le i$ is the *causal mask*. It is what makes imitation honest: the token of $O_t$ predicts $A_t$ and must not see
-# it, and one pass through a trajectory gives all $T$ predictions at once. Left: who may see whom, in the first four steps. Right:
-# which of a trajectory's real numbers the prediction of $A_2$ reads.
+# it, and one pass through a trajectory gives all $T$ predictions at once. Left: who may see whom, in the first four steps; dark are the rows of the
+# O tokens, from which actions are predicted. Right: the tokens of a real trajectory, a row each; the prediction of $A_2$ reads what is above the line.
 
 # %%
 shown = 12
@@ -126,26 +131,24 @@ mask = np.tril(np.ones((shown, shown)))
 mask[1::3] *= 2  # the rows that predict
 figure, (left, right) = panels(2, width=4.6, height=3.9)
 left.imshow(mask, cmap="Blues", vmin=0, vmax=3)
-left.set(
-    xticks=range(shown),
-    yticks=range(shown),
-    xlabel="is seen",
-    ylabel="sees",
-    title="the causal mask",
-)
+left.set(xticks=range(shown), yticks=range(shown), xlabel="is seen", ylabel="sees")
+left.set_title("the causal mask")
 left.set_xticklabels(names, fontsize=7, rotation=90)
 left.set_yticklabels(names, fontsize=7)
-right.imshow(np.asarray(tokens[:shown]), cmap="coolwarm", aspect="auto", vmin=-2.5, vmax=2.5)
-right.set(
-    yticks=range(shown), xlabel="feature of the embedding", title="tokens of a real trajectory"
-)
-right.set_ylabel("token")
+colours = {"cmap": "coolwarm", "vmin": -2.5, "vmax": 2.5}
+image = right.imshow(np.asarray(tokens[:shown]), aspect="auto", **colours)
+right.set(yticks=range(shown), xlabel="feature of the embedding", ylabel="token")
+right.set_title("tokens of a real trajectory")
 right.set_yticklabels(names, fontsize=7)
+figure.colorbar(image, ax=right, shrink=0.8, label="value")
 right.axhline(7.5, color="black", linewidth=1)
-right.text(
-    16, 9.5, "not seen when A2 is predicted", ha="center", bbox={"facecolor": "white", "alpha": 0.8}
+white = {"facecolor": "white", "alpha": 0.8}
+right.text(16, 9.5, "not seen when A2 is predicted", ha="center", bbox=white)
+show(
+    figure,
+    "Left: a triangle; every token sees itself and those before it. Right: twelve tokens as "
+    "rows of coloured numbers, with a line below the eighth, O2.",
 )
-show(figure)
 
 # %% [markdown]
 # Do not believe a picture of a mask; test it. Change the action of step 10, and see which predictions change.
@@ -155,12 +158,8 @@ changed = trajectory.actions.at[10].set(-trajectory.actions[10] + 0.5)
 as_it_was = fresh(trajectory.descriptor, trajectory.observations, trajectory.actions)
 after_change = fresh(trajectory.descriptor, trajectory.observations, changed)
 differs = jnp.abs(as_it_was - after_change).max(axis=1) > 1e-6
-print(
-    "predictions that changed: steps",
-    np.flatnonzero(differs).min(),
-    "to",
-    np.flatnonzero(differs).max(),
-)
+steps = np.flatnonzero(differs)
+print(f"predictions that changed: steps {steps.min()} to {steps.max()}")
 assert not differs[:11].any() and differs[11:].all()
 
 # %% [markdown]
@@ -174,16 +173,16 @@ lines(qdt.QDT.errors)
 
 # %%
 model, losses = train(task, data)
-held = jax.tree.map(jnp.asarray, data.batch(np.arange(64)))
-print("loss per epoch:", [f"{loss:.4f}" for loss in losses])
-print(f"to compare: always saying the mean action would give {float(jnp.var(held.actions)):.4f}")
-assert losses[-1] < 0.1 * float(jnp.var(held.actions))
+variance = float(np.var(data.batch(np.arange(64)).actions))
+print("loss per epoch:", ", ".join(f"{loss:.4f}" for loss in losses))
+print(f"to compare: always saying the mean action would give {variance:.4f}")
+assert losses[-1] < 0.1 * variance
 
 # %% [markdown]
 # ## One attention map
 #
 # What do the tokens of the observations look at? Here are the weights $w_{ij}$ of both heads of the last layer, for one trajectory: a row
-# for each $O_t$, a column for each token before it.
+# for each $O_t$, a column for each token. Colours show the square root of a weight, so that small ones are seen, too.
 
 
 # %%
@@ -205,15 +204,17 @@ last = attention_maps(model, trajectory)[-1][:, 1::3]  # the rows of the O token
 figure, row = panels(2, width=4.6, height=3.2)
 for head, axes in enumerate(row):
     image = axes.imshow(np.sqrt(last[head]), cmap="magma", aspect="auto")
-    axes.set(
-        xlabel="token (three per step)", ylabel="step t of $O_t$", title=f"head {head + 1}, √weight"
-    )
-    figure.colorbar(image, ax=axes, shrink=0.8)
+    axes.set(xlabel="token (three per step)", ylabel="step t of $O_t$", title=f"head {head + 1}")
+    figure.colorbar(image, ax=axes, shrink=0.8, label="√weight")
     share = [float(last[head][:, kind::3].sum(axis=1).mean()) for kind in range(3)]
     print(f"head {head + 1} looks at BD {share[0]:.0%}, O {share[1]:.0%}, A {share[2]:.0%}")
     assert share[2] > 0.5
 np.testing.assert_allclose(last.sum(axis=-1), 1.0, atol=1e-5)
-show(figure)
+show(
+    figure,
+    "Two maps, one for each head: black above the diagonal; below it, light stripes in every "
+    "third column, those of the actions.",
+)
 
 # %% [markdown]
 # It looks at actions, nearly always at actions! Its teachers act smoothly, and the action before is the best single hint at the next one: **a
@@ -278,5 +279,5 @@ directory.cleanup()
 # 3. Time is embedded once per step, not once per token. How can the model tell the O token of a step from its A token?
 # 4. Train with `tokens="one"` (a step is the sum of BD and O, without A). What can such a model no longer do? How much faster is it?
 #
-# Exercises: `exercises/causal_mask.py`, `exercises/interleaving.py`, `exercises/key_value_cache.py`.
+# Exercises: [`exercises/causal_mask.py`](../exercises/causal_mask.py), [`exercises/interleaving.py`](../exercises/interleaving.py), [`exercises/key_value_cache.py`](../exercises/key_value_cache.py).
 # Next: [lesson 5](5_on_demand.ipynb), behaviour on demand.

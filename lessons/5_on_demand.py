@@ -63,7 +63,11 @@ frame(axes, task, "stars: asked for; dots: ten episodes each", margin=0.1)
 miss = jnp.sqrt(((played.descriptor - targets[:, None]) ** 2).sum(-1))
 print("mean distance to each target:", ", ".join(f"{m:.2f} m" for m in miss.mean(axis=1)))
 assert miss.mean() < 0.3
-show(figure)
+show(
+    figure,
+    "From the middle, ten paths each run to four stars, one of which is in the middle itself. "
+    "Their ends lie around the stars.",
+)
 
 # %% [markdown]
 # One network, four behaviours, and no search, no table: a target in, actions out. The project's viewer plays such episodes in 3D in any
@@ -79,11 +83,10 @@ films = [
     for i in range(4)
 ]
 bounds = (task.low, task.high)
-page = viewer.page(
-    "QDT, asked for (0.3, -1.1)", task.scene(), films, targets[2], bounds, dt=task.dt
-)
+title = "QDT, asked for (0.3, -1.1)"
+page = viewer.page(title, task.scene(), films, targets[2], bounds, dt=task.dt)
 assert "<canvas" in page
-Page(page, height=420)
+Page(title, page, height=480)
 
 # %% [markdown]
 # ## The accuracy map
@@ -103,15 +106,13 @@ for name, a in accuracy.items():
 of_repertoire, of_qdt = accuracy.values()
 assert of_qdt.distance.mean() < of_repertoire.distance.mean()
 maps = {name: (goals, a.distance) for name, a in accuracy.items()}
+figure = plots.cell_maps(
+    maps, task.low, task.high, task.axes, "distance to the goal (m)", lighter_is="low"
+)
 show(
-    plots.cell_maps(
-        maps,
-        task.low,
-        task.high,
-        task.axes,
-        "distance to the goal (m)",
-        lighter_is="low",
-    )
+    figure,
+    "Two maps of the distance to the goals: for the repertoire many cells are dark, for the QDT "
+    "nearly all are light.",
 )
 
 # %% [markdown]
@@ -133,28 +134,29 @@ for axes, how in zip(row, ("tiles", "upper"), strict=True):
     maps[f"without “{how}”"] = (goals, distance[how])
     axes.plot(*data.descriptor[view].T, ".", markersize=2)
     frame(axes, task, f"“{how}”: {len(view)} trajectories left")
-show(figure)
+show(
+    figure,
+    "Left: the ends of the trajectories that are left fill every other tile of a chequerboard. "
+    "Right: they fill the lower half.",
+)
 
 # %%
 where = (np.asarray(goals) - task.low[0]) / (task.high[0] - task.low[0])
 hole = {"tiles": np.floor(where * 4).sum(axis=1) % 2 == 1, "upper": where[:, 1] > 0.5}
-print("              goals with data   goals in the hole   (the same goals, all data)")
+print("mean distance   goals with data   goals in the hole   the same goals, all data")
 for how, inside in hole.items():
-    print(
-        f"{how:12} {distance[how][~inside].mean():17.3f} {distance[how][inside].mean():19.3f}"
-        f" {distance['all data'][inside].mean():19.3f}"
-    )
+    parts = (distance[how][~inside], distance[how][inside], distance["all data"][inside])
+    with_data, in_hole, before = (f"{part.mean():.3f} m" for part in parts)
+    print(f"{how:13} {with_data:>17} {in_hole:>19} {before:>26}")
 assert distance["upper"][hole["upper"]].mean() > 2 * distance["upper"][~hole["upper"]].mean()
 assert distance["tiles"][hole["tiles"]].mean() < distance["upper"][hole["upper"]].mean()
+figure = plots.cell_maps(
+    maps, task.low, task.high, task.axes, "distance to the goal (m)", lighter_is="low"
+)
 show(
-    plots.cell_maps(
-        maps,
-        task.low,
-        task.high,
-        task.axes,
-        "distance to the goal (m)",
-        lighter_is="low",
-    )
+    figure,
+    "Three maps of the distance to the goals. With all data and without the tiles nearly "
+    "everything is light; without the upper half the distance grows towards the top.",
 )
 
 # %% [markdown]
@@ -168,26 +170,30 @@ show(
 #
 # $$g'(g) = \arg\min_{g'}\ \mathbb E\, \lVert \xi(\tau_{[\pi(\cdot \mid g'), s]}) - g \rVert ,$$
 #
-# with a small CMA-ES per goal, all goals at once. This is ours, not the paper's; it needs episodes, but no training.
+# with a small CMA-ES per goal, all goals at once. (CMA-ES tries a cloud of targets, moves and stretches the cloud towards the better ones, and tries
+# again.) This is ours, not the paper's; it needs episodes, but no training.
 
 # %%
 found = evaluate.calibrate(task, partial(qdt.play, task, model), goals, test, key=jax.random.key(4))
 before, after = found.before.distance.mean(), found.after.distance.mean()
-print(
-    f"distance {before:.3f} m, calibrated {after:.3f} m, for {found.episodes:,} episodes of search"
-)
+print(f"distance {before:.3f} m, calibrated {after:.3f} m")
+print(f"for {found.episodes:,} episodes of search")
 figure, (axes,) = panels(width=4.4, height=4.0)
 for goal, target in zip(goals, found.targets, strict=True):
     axes.annotate("", target, goal, arrowprops={"arrowstyle": "->", "color": "tab:red"})
 axes.plot(*goals.T, "k.", markersize=4)
 frame(axes, task, "from the goal to what should be asked for", margin=0.1)
 assert after < before + 0.01
-show(figure)
+show(
+    figure,
+    "A dot for each of the 100 goals. Arrows from some of them to the target that should be "
+    "asked for instead: mostly short ones, the longest near the border.",
+)
 
 # %% [markdown]
 # The gain is small: this model has little systematic error left, and what remains is the unsteadiness that no other target can mend. The long
 # arrows are at the border, where data were rare. "Before" and "after" are measured with start states that the search for targets has not seen; why
-# that matters you have known since lesson 1.
+# that matters you have known since lesson 1. This is how distance and spread are measured, here and in the whole project:
 
 # %%
 lines(evaluate.measure)
@@ -204,4 +210,4 @@ directory.cleanup()
 # 3. Calibrate the model that was trained without the upper half. Can calibration mend a hole?
 # 4. A lecturer wants to know whether the model "understands" the square or has learned 32 behaviours by heart. Design the experiment.
 #
-# Exercise: `exercises/own_model.py`. Next: [lesson 6](6_cluster.ipynb), from the laptop to a cluster.
+# Exercise: [`exercises/own_model.py`](../exercises/own_model.py). Next: [lesson 6](6_cluster.ipynb), from the laptop to a cluster.

@@ -33,8 +33,8 @@ task = point()
 def seconds(function, repeat=3):
     """Processor time of all cores for one call, the least of a few, after one that may compile.
 
-    Unlike the time on the clock it hardly depends on what else the machine does. `block_until_ready` waits, because JAX
-    computes in the background.
+    Unlike the time on the clock it hardly depends on what else the machine does. `block_until_ready`
+    waits, because JAX computes in the background.
     """
     jax.block_until_ready(function())
     taken = []
@@ -95,11 +95,16 @@ for chunk in (10, 40, 160, 640, 5120):
     taken = seconds(lambda chunk=chunk: rollout(task, policies, keys, chunk=chunk).fitness, 2)
     speed[chunk] = keys.size * task.length / taken
 figure, (axes,) = panels(width=4.6, height=2.8)
-axes.bar([str(chunk) for chunk in speed], np.array(list(speed.values())) / 1e6, color="tab:blue")
-axes.set(xlabel="episodes at a time on a core", ylabel="million steps per processor second")
+millions = np.array(list(speed.values())) / 1e6
+axes.bar([f"{chunk:,}" for chunk in speed], millions, color="tab:blue")
+axes.set(xlabel="episodes at a time on a core", ylabel="million steps\nper processor second")
 axes.set_title("10,240 episodes of 30 steps")
 assert speed[160] > 1.5 * speed[10]
-show(figure)
+show(
+    figure,
+    "Bars of the speed for chunks of 10 to 5,120 episodes: the speed rises several times from "
+    "the smallest chunk to those of some hundred episodes.",
+)
 
 # %% [markdown]
 # Small chunks are slow. That the largest ones are slow again hardly shows here, because the state of a point is a handful of numbers; the physics of
@@ -108,9 +113,8 @@ show(figure)
 # %%
 schedule = Schedule.of(members=64, episodes=10, chunk=160, most=32)
 print(f"{len(jax.devices())} devices; {schedule.groups} groups of {schedule.group_size} episodes,")
-print(
-    f"{schedule.groups_per_batch} groups at a time on all devices, {schedule.batches} batches of one shape"
-)
+print(f"{schedule.groups_per_batch} groups at a time on all devices,")
+print(f"{schedule.batches} batches of one shape")
 lines(Schedule)
 
 # %% [markdown]
@@ -133,10 +137,13 @@ def rotate_by_parts(w, x, y, z, a, b, c):
     return a + 2 * (y * t2 - z * t1), b + 2 * (z * t0 - x * t2), c + 2 * (x * t1 - y * t0)
 
 
+def again(step, x):
+    return jax.lax.fori_loop(0, 200, lambda _, x: step(x), x)
+
+
 q = jax.random.normal(jax.random.key(4), (4096, 4))
 q = q / jnp.linalg.norm(q, axis=1, keepdims=True)
 v = jax.random.normal(jax.random.key(5), (4096, 3))
-again = lambda step, x: jax.lax.fori_loop(0, 200, lambda _, x: step(x), x)  # noqa: E731
 rows = jax.jit(lambda v: again(lambda v: jax.vmap(rotate)(q, v), v))
 lanes = jax.jit(lambda v: again(lambda v: rotate_by_parts(*q.T, *v), v))
 np.testing.assert_allclose(jnp.stack(lanes(tuple(v.T)), axis=1), rows(v), atol=1e-2)
@@ -144,8 +151,8 @@ apart, together = seconds(lambda: rows(v)), seconds(lambda: lanes(tuple(v.T)))
 print(f"(episodes, 3): {apart * 1e3:.1f} ms; (3, episodes): {together * 1e3:.1f} ms")
 
 # %% [markdown]
-# With this, and one C function per robot made of it, two cores play 593,000 steps of Ant-Omni per second, policies included; QDax, which steps
-# brax as it is, plays 12,800 (README, section Speed).
+# With this, and one C function per robot made of it, two cores play 1,381,000 steps of Ant-Omni per second, policies included; QDax, which steps
+# brax as it is, plays 26,800 ([README](../README.md), section *Speed*).
 #
 # ## The cache of keys and values
 #
@@ -188,8 +195,8 @@ assert slow > 2 * fast
 # %% [markdown]
 # ## What a generation is made of
 #
-# Optimise what takes the time. For the point, the episodes are about half of it. For a robot they were nearly all: 96 % of a generation of
-# Ant-Omni with the paper's size of policies, before its physics became one C function (`docs/journal.md`).
+# Optimise what takes the time. A generation is one iteration of a search. For the point, the episodes are more than half of it. For a robot they were
+# nearly all: 96 % of a generation of Ant-Omni with the paper's size of policies, before its physics became one C function (`docs/journal.md`).
 
 # %%
 elites = me_ls.make_search(task, settings("me-ls", batch=128))
@@ -212,8 +219,8 @@ for name, taken in parts.items():
 # ## Devices and processes
 #
 # There is one rule: **state is the same everywhere, work is divided**. Repertoire, buffer and model are replicated on all devices of all
-# processes; each plays its share of the episodes, or learns from its share of a batch, and the results are exchanged. A repertoire is
-# a few megabytes, an episode is seconds of arithmetic: exchange is cheap. Nothing in the method knows about it:
+# processes; each plays its share of the episodes, or learns from its share of a batch, and the results are exchanged. For a policy, these are its
+# weights and a few numbers per episode, after thousands of steps of physics: exchange is cheap. Nothing in the method knows about it:
 
 # %%
 lines(machine.devices, machine.replicate)
@@ -239,19 +246,18 @@ trajectories, epochs = 300_000, paper.epochs
 tokens = trajectories * 3 * ant.length * epochs
 # A multiplication and an addition per weight and token; backwards twice as much.
 arithmetic = 6 * weights * tokens
-rate, learned = 593_000, 5.1  # steps, trajectories per second on two cores
-print(f"search:  {steps / 1e6:.0f} million environment steps: {steps / rate / 60:.0f} minutes")
+rate, learned = 1_381_000, 12.3  # steps, trajectories per second on two cores
+print(f"search:  {steps / 1e6:.0f} million environment steps: {steps / rate / 60:.1f} minutes")
 played = trajectories * ant.length
-print(f"dataset: {played / 1e6:.0f} million environment steps: {played / rate / 60:.0f} minutes")
+print(f"dataset: {played / 1e6:.0f} million environment steps: {played / rate / 60:.1f} minutes")
 print(f"QDT:     {weights / 1e6:.1f} million weights, {tokens / 1e9:.0f} billion tokens,")
-print(
-    f"         {arithmetic:.1e} operations; two cores: {trajectories * epochs / learned / 86400:.0f} days,"
-)
+print(f"         {arithmetic:.1e} operations;")
+print(f"         two cores: {trajectories * epochs / learned / 86400:.0f} days,")
 print(f"         an accelerator at a sustained 50 Tflop/s: {arithmetic / 50e12 / 3600:.1f} hours")
 assert 3e6 < weights < 4e6 and arithmetic > 1e17
 
 # %% [markdown]
-# So a laptop does the paper's *search* in a quarter of an hour, and its *training* wants an accelerator. That is why the `laptop` preset
+# So a laptop plays the episodes of the paper's *search* in minutes, and its *training* wants an accelerator. That is why the `laptop` preset
 # keeps the search of Ant-Omni at the paper's size and shrinks the Transformer.
 #
 # ## Questions
@@ -260,3 +266,5 @@ assert 3e6 < weights < 4e6 and arithmetic > 1e17
 # 2. Why does the engine give every batch the same shape, even the last one? What is the price?
 # 3. Eight machines, batches of 1,000 policies. What has to be exchanged per generation, and how much is it, with 256 × 256 policies?
 # 4. Where would you start if a generation took 40 % of its time in the insertion? Read `me_ls.py::insert` again: what does it avoid?
+#
+# This was the last lesson. Now the whole pipeline on a robot: `make run` in a terminal, twenty minutes on two cores.

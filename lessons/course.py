@@ -35,19 +35,20 @@ POINT = TaskConfig("point-omni", length=30, reach=1.5)
 @dataclass(frozen=True)
 class Picture:
     png: bytes
+    words: str
 
-    def _repr_png_(self) -> bytes:
-        return self.png
+    def _repr_png_(self) -> tuple[bytes, dict[str, str]]:
+        return self.png, {"alt": self.words}
 
     def __repr__(self) -> str:
-        return "a picture"
+        return f"a picture: {self.words}"
 
 
-def show(figure: Figure) -> Picture:
-    """A figure as a small picture."""
+def show(figure: Figure, words: str) -> Picture:
+    """A figure as a small picture, and in words for those who do not see it."""
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=85, bbox_inches="tight")  # no label is cut off
-    return Picture(file.getvalue())
+    return Picture(file.getvalue(), words)
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,9 @@ class Lines:
     code: str
 
     def _repr_markdown_(self) -> str:
-        return f"```python\n{self.code}```"
+        # The frame is for nbconvert, which would take the font of prose.
+        frame = '<div style="font-family: monospace; font-size: 90%">'
+        return f"{frame}\n\n```python\n{self.code}```\n\n</div>"
 
     def __repr__(self) -> str:
         return self.code
@@ -68,12 +71,16 @@ def lines(*things: Any) -> Lines:
 
 @dataclass(frozen=True)
 class Page:
+    title: str
     text: str
     height: int
 
     def _repr_html_(self) -> str:
-        style = f"width: 100%; height: {self.height}px; border: 1px solid #ccc"
-        return f'<iframe srcdoc="{html.escape(self.text)}" style="{style}"></iframe>'
+        style = (
+            f"width: 100%; height: {self.height}px; border: 1px solid #ccc; box-sizing: border-box"
+        )
+        title, page = html.escape(self.title), html.escape(self.text)
+        return f'<iframe title="{title}" srcdoc="{page}" style="{style}"></iframe>'
 
     def __repr__(self) -> str:
         return "a page; a notebook shows it here"

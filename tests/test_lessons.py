@@ -68,6 +68,8 @@ def test_a_notebook_is_its_script_executed(path: Path) -> None:
     assert not [output for output in outputs if output.get("name") == "stderr"], "no warnings"
     pictures = [output for output in outputs if "image/png" in output.get("data", {})]
     assert pictures or script.stem == "0_jax"
+    for picture in pictures:
+        assert len(picture["metadata"]["image/png"]["alt"]) > 40, "what is seen, in words"
     assert path.stat().st_size < 500_000
 
 
