@@ -61,11 +61,11 @@ class Statistics(eqx.Module):
     def of(
         sample: Any, action_noise: float, demonstrators: Float[np.ndarray, "policies d"]
     ) -> "Statistics":
-        """The margin is half the way from a demonstrator to the next: between two of them lies within."""
+        """The margin is how far the middle of four neighbours is from them: between them is within."""
         scales = Scale.of(sample.descriptor), Scale.of(sample.observations)
         apart = np.linalg.norm(demonstrators[:, None] - demonstrators, axis=-1)
         np.fill_diagonal(apart, np.inf)
-        margin = apart.min(axis=1).mean() / 2 if len(demonstrators) > 1 else 0.0
+        margin = apart.min(axis=1).mean() / np.sqrt(2) if len(demonstrators) > 1 else 0.0
         ends = np.unique(np.asarray(sample.descriptor, np.float32), axis=0)
         shown = ends[np.arange(REMEMBERED) % len(ends)]
         noise = jnp.array(action_noise, jnp.float32)

@@ -570,7 +570,7 @@ def test_a_target_beyond_all_demonstrations_becomes_the_middle_of_the_nearest(da
     known = qdt.Statistics.of(sample, 0.0, who)
     margin = float(known.margin)
     apart = [np.sort(np.linalg.norm(who - one, axis=1))[1] for one in who]
-    assert margin == pytest.approx(np.mean(apart) / 2, rel=1e-4)
+    assert margin == pytest.approx(np.mean(apart) / 2**0.5, rel=1e-4)
     ends = np.unique(sample.descriptor, axis=0)
     far = jnp.array([40.0, 30.0])
     remembered = np.asarray(known.shown)

@@ -70,6 +70,7 @@ def test_the_papers_recipe_is_the_papers() -> None:
     ours, paper = settings("laptop", "qdt-paper"), settings("paper", "own")
     sizes = {
         "dataset.trajectories",
+        "dataset.zones",
         "train.layers",
         "train.heads",
         "train.width",
