@@ -286,8 +286,10 @@ def run(
         for algo in ("me", "me-ls")
     ]
     if dry_run:
-        print_plan(plans)
-    else:
+        estimate.print_settings(plans[-1])
+    if dry_run or training_steps(plans[-1]) >= LONG:
+        estimate.print_costs(plans, measure_costs(plans))
+    if not dry_run:
         run_all(plans, out)
 
 
@@ -303,6 +305,7 @@ def run_all(plans: list[Plan], out: Path) -> None:
     baseline = do_search(out / "me", plans[0])
     stage(2, "MAP-Elites Low-Spread", "keeps a policy only if it is fitter and steadier.")
     ours = do_search(out / "me-ls", plans[1])
+    report_all(out)  # of what is there; later stages may take long
     stage(3, "Dataset", "the steadiest policy of each zone shows its behaviour many times.")
     do_dataset(ours, {})
     stage(4, "Quality-Diversity Transformer", "one policy learns to reach any of them on demand.")
@@ -676,16 +679,22 @@ def report(
 # --- what a run would cost --------------------------------------------------------------------------
 
 
-def print_plan(plans: list[Plan]) -> None:
-    """What `run` would do, and how long it would take here by a short measurement."""
+LONG = 20_000  # steps of a training; with so many a run takes hours, and says beforehand how many
+
+
+def training_steps(plan: Plan) -> int:
+    train, trajectories = plan.train, plan.dataset.trajectories
+    learned = trajectories - int(train.held_out * trajectories)
+    return train.epochs * (train.steps_per_epoch or learned // train.batch_size)
+
+
+def measure_costs(plans: list[Plan]) -> estimate.Costs:
+    """What `run` would do, and how long it would take here by short measurements."""
     plan, task = plans[-1], make_task(plans[-1].task)
-    estimate.print_settings(plan)
     searches = [make_search(task, each.search) for each in plans]
     state = eqx.filter_eval_shape(searches[-1].init, jax.random.key(0))
     model = eqx.filter_eval_shape(qdt.make_model, task, plan.train, key=jax.random.key(0))
-    held_out = int(plan.train.held_out * plan.dataset.trajectories)
-    per_epoch = (plan.dataset.trajectories - held_out) // plan.train.batch_size
-    costs = estimate.Costs(
+    return estimate.Costs(
         [
             (each.iterations, each.steps_per_iteration, measure_steps_per_second(task, each))
             for each in searches
@@ -693,10 +702,9 @@ def print_plan(plans: list[Plan]) -> None:
         policy=count(state.repertoire.policies) // plan.search.cells,
         stored=datasets.bytes_on_disk(task, plan.dataset),
         model=count(model),
-        training=plan.train.epochs * (plan.train.steps_per_epoch or per_epoch),
+        training=training_steps(plan),
         seconds_per_step=measure_training_step(task, plan.train),
     )
-    estimate.print_costs(plans, costs)
 
 
 def count(arrays: PyTree) -> int:

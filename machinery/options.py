@@ -53,7 +53,8 @@ Preset = Annotated[
     str | None,
     typer.Option(
         help="The sizes of everything. tiny: point-omni, a minute; laptop: Halfcheetah or Ant, "
-        "shortened for two cores; paper: the paper's, for an accelerator.",
+        "shortened for two cores; overnight: the paper's search on two cores; paper: the paper's, for an "
+        "accelerator.",
         show_default="laptop",
     ),
 ]

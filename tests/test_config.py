@@ -182,7 +182,7 @@ def test_a_preset_is_its_fields_for_all_tasks_then_those_for_one(
 
 def test_the_presets_on_disk_are_what_the_package_reads() -> None:
     assert config.presets() == tomllib.loads(config.PRESETS.read_text())
-    assert list(config.presets()) == ["tiny", "laptop", "paper"]
+    assert list(config.presets()) == ["tiny", "laptop", "overnight", "paper"]
 
 
 def test_the_papers_preset_is_the_defaults() -> None:
