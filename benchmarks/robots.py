@@ -11,10 +11,13 @@ Prints a row for each ant: distance to the goals, spread at the goals, re-evalua
 import argparse
 import json
 import re
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # first: a qdt.py is beside this file, too
 
 import jax
 import jax.numpy as jnp
