@@ -112,7 +112,7 @@ def test_a_part_needs_no_more_than_it_shows() -> None:
     assert {job.algo for job in ladder[:-1]} == {"me-ls"}
     rows = {row.model for row in reproduction.tables()["ladder"].rows}
     assert {job.what for job in ladder if job.stage == "train"} == rows
-    assert [job.what for job in ladder if job.stage == "dataset"] == ["", "plain", "quiet"]
+    assert [job.what for job in ladder if job.stage == "dataset"] == ["", "quiet", "plain"]
     assert {job.algo for job in plan_jobs([0], searches=["me"])[:-1]} == {"me"}
     # The paper has no QDT(ME-Sampling).
     assert not [j for j in plan_jobs([0]) if (j.algo, j.stage) == ("me-sampling", "train")]
