@@ -287,7 +287,8 @@ def run(
     ]
     if dry_run:
         estimate.print_settings(plans[-1])
-    if dry_run or training_steps(plans[-1]) >= LONG:
+    is_new = not (out / "me").exists()
+    if dry_run or (is_new and training_steps(plans[-1]) >= LONG):
         estimate.print_costs(plans, measure_costs(plans))
     if not dry_run:
         run_all(plans, out)
@@ -305,7 +306,8 @@ def run_all(plans: list[Plan], out: Path) -> None:
     baseline = do_search(out / "me", plans[0])
     stage(2, "MAP-Elites Low-Spread", "keeps a policy only if it is fitter and steadier.")
     ours = do_search(out / "me-ls", plans[1])
-    report_all(out)  # of what is there; later stages may take long
+    if not ours.model_paths():
+        report_all(out)  # on what is there: the next stages may take long
     stage(3, "Dataset", "the steadiest policy of each zone shows its behaviour many times.")
     do_dataset(ours, {})
     stage(4, "Quality-Diversity Transformer", "one policy learns to reach any of them on demand.")

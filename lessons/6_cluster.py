@@ -246,7 +246,7 @@ trajectories, epochs = 300_000, paper.epochs
 tokens = trajectories * 3 * ant.length * epochs
 # A multiplication and an addition per weight and token; backwards twice as much.
 arithmetic = 6 * weights * tokens
-rate, learned = 1_381_000, 12.3  # steps, trajectories per second on two cores
+rate, learned = 1_381_000, 20.7  # steps, trajectories per second on two cores
 print(f"search:  {steps / 1e6:.0f} million environment steps: {steps / rate / 60:.1f} minutes")
 played = trajectories * ant.length
 print(f"dataset: {played / 1e6:.0f} million environment steps: {played / rate / 60:.1f} minutes")
