@@ -21,11 +21,13 @@ def loss_and_gradient(
 ) -> tuple[Float[Array, ""], Model]:
     """`jax.value_and_grad` of the mean error of a batch of any size.
 
-    Every device goes through its share of the batch, a micro-batch at a time, and adds up. Where the
-    shares would not be equal, the last example fills them up and counts for nothing.
+    Every device goes through its share of the batch, at most a micro-batch at a time, and adds up. Where
+    the parts would not be equal, the last example fills them up and counts for nothing.
     """
     mesh, size = devices(), len(jax.tree.leaves(batch)[0])
-    micro_batch = min(micro_batch, -(-size // mesh.size))
+    share = -(-size // mesh.size)
+    parts = -(-share // micro_batch)
+    micro_batch = -(-share // parts)
     at_once = mesh.size * micro_batch
     padded = -(-size // at_once) * at_once
     weight = (jnp.arange(padded) < size) / size

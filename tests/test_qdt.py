@@ -343,6 +343,19 @@ def test_gradients_of_shares_and_micro_batches_add_up_to_the_gradient(size: int,
     assert_close(divided, plain, 1e-5)
 
 
+def test_a_share_is_divided_into_equal_parts():
+    """Sixteen for each of two devices, at most fourteen at once: twice eight, not fourteen and two."""
+    seen = set()
+
+    def errors(weight: jax.Array, part: jax.Array) -> jax.Array:
+        seen.add(len(part))
+        return weight * part
+
+    value, slope = loss_and_gradient(errors, jnp.float32(1), jnp.arange(32.0), 14)
+    assert seen == {8}
+    assert float(value) == float(slope) == 15.5
+
+
 def test_training_is_a_pure_function_and_lowers_the_loss():
     config = replace(SMALL, learning_rate=0.01)
     model, batch = qdt.QDT(config, SIZES, key=jax.random.key(2)), trajectories(4)
