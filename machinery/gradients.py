@@ -5,12 +5,19 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
 from machinery.machine import devices
 
 Model = TypeVar("Model")
+
+
+def add_up(tree: PyTree[Array]) -> PyTree[Array]:
+    """The sum over all devices, as one long row: devices meet once and not for every array."""
+    row, restore = ravel_pytree(tree)
+    return restore(jax.lax.psum(row, "device"))
 
 
 def loss_and_gradient(
@@ -46,7 +53,7 @@ def loss_and_gradient(
         split = jax.tree.map(lambda x: x.reshape(-1, micro_batch, *x.shape[1:]), share)
         zero = jax.tree.map(jnp.zeros_like, (jnp.float32(0), model))
         total, _ = jax.lax.scan(add, zero, split)
-        return jax.lax.psum(total, "device")
+        return add_up(total)
 
     split, whole = PartitionSpec("device"), PartitionSpec()
     return jax.shard_map(

@@ -13,6 +13,7 @@ import optax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
+from machinery.gradients import add_up
 from machinery.machine import devices
 
 RATE = 20.0  # times Adam's: the numbers of an orthogonal matrix are small
@@ -40,7 +41,7 @@ def orthogonal(matrices: PyTree[Float[Array, "_ _"]]) -> PyTree[Array]:
             ]
 
         shares = [partial(share_of, device) for device in range(mesh.size)]
-        return jax.lax.psum(jax.lax.switch(jax.lax.axis_index("device"), shares), "device")
+        return add_up(jax.lax.switch(jax.lax.axis_index("device"), shares))
 
     leaves, structure = jax.tree.flatten(matrices)
     whole = PartitionSpec()
