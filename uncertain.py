@@ -168,8 +168,8 @@ def deepen(repertoire: Repertoire, depth: int, memory: int) -> Deep:
     )
 
 
-@eqx.filter_jit
 def vacate(deep: Deep, leaving: Bool[Array, "cells depth"]) -> Deep:
+    """Without those who leave. Not compiled: a program would copy the policies, which stay."""
     where, empty = lambda d: (d.fitness, d.seen.count, d.challenges), (-jnp.inf, 0, 0)
     left = [jnp.where(leaving, e, x) for e, x in zip(empty, where(deep), strict=True)]
     return eqx.tree_at(where, deep, left)
@@ -228,7 +228,7 @@ def challenge(cell: Inside, new: Inside, draw: Int[Array, ""]) -> Decision:
     return Decision(place, is_fitter & is_even, is_fitter & ~is_even)
 
 
-@eqx.filter_jit
+@partial(jax.jit, static_argnames="decide", donate_argnames="deep")
 def settle(
     deep: Deep,
     players: Players,
@@ -240,6 +240,7 @@ def settle(
     """Players come to their cells exactly as if one came after another. Who is not valid, vanishes.
 
     As in `me_ls.py::insert`, a scan decides on a few numbers; then each policy that stayed moves once.
+    It moves in place, and `deep` is used up: cells 50 policies deep hold gigabytes.
     """
     character = jax.vmap(recall)(players.seen)
     cells = nearest(deep.centroids, character.descriptor)
@@ -312,7 +313,15 @@ class Uncertain(MapElites):
     def step(
         self, state: UncertainState, key: Key[Array, ""]
     ) -> tuple[UncertainState, dict[str, Num[Array, ""] | None]]:
-        """One pass through the loop: offspring for free seats, an episode in every seat, settling."""
+        return self.advance(jax.tree.map(jnp.copy, state), key)
+
+    def advance(
+        self, state: UncertainState, key: Key[Array, ""]
+    ) -> tuple[UncertainState, dict[str, Num[Array, ""] | None]]:
+        """One pass through the loop: offspring for free seats, an episode in every seat, settling.
+
+        Uses the state up, as `settle` does its cells.
+        """
         vary_key, play_key, settle_key = jax.random.split(key, 3)
         policies = self.propose(self.parents(state), self.seats, key=vary_key)
         nothing = unseen((self.seats,), self.config.memory, self.task.descriptor_size)

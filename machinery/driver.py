@@ -28,7 +28,10 @@ from machinery.runs import Stage
 
 @runtime_checkable
 class Algorithm(Protocol):
-    """Something that goes on step by step. Metrics are numbers and arrays; none: not logged."""
+    """Something that goes on step by step. Metrics are numbers and arrays; none: not logged.
+
+    `advance`, if there is one, is a step that may use the state up: for states too large to copy.
+    """
 
     def init(self, key: Key[Array, ""]) -> Any: ...
 
@@ -62,9 +65,10 @@ def drive(
     saved_at = logged_at = time.monotonic()
     logged, shown = start, {}
 
+    advance = getattr(algorithm, "advance", algorithm.step)
     with finish_step_on_signal():
         for i in range(start, total):
-            state, metrics = algorithm.step(state, jax.random.fold_in(steps, i))
+            state, metrics = advance(state, jax.random.fold_in(steps, i))
             done = i + 1
             if metrics:
                 row = {name: _plain(value) for name, value in metrics.items()}
