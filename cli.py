@@ -80,7 +80,7 @@ options.LISTS.update(
         "@tasks": lambda: ", ".join(envs.TASKS),
         "@rules": lambda: "; ".join(f"{name}: {rule.about}" for name, rule in RULES.items()),
         "@parts": lambda: ", ".join(reproduction.parts()),
-        "@searches": lambda: ", ".join(reproduction.content()["searches"]),
+        "@searches": lambda: ", ".join(reproduction.all_searches()),
     }
 )
 
@@ -352,7 +352,7 @@ def reproduce(
     ] = None,
     searches: Annotated[
         str | None,
-        typer.Option(metavar="ALGO,...", help="Of @searches.", show_default="all of them"),
+        typer.Option(metavar="ALGO,...", help="Of @searches.", show_default="all that the parts need"),
     ] = None,
     out: Annotated[
         Path | None,

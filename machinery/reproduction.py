@@ -52,7 +52,7 @@ class Part(NamedTuple):
 
     experiments: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
-    searches: tuple[str, ...] | None = None  # None: all
+    searches: tuple[str, ...] | None = None  # None: all of the paper's
 
 
 @functools.cache
@@ -91,7 +91,7 @@ def parts() -> dict[str, Part]:
     """By the name that `--only` takes."""
     named = {
         name: Part(**{field: tuple(names) for field, names in part.items()})
-        for name, part in content()["parts"].items()
+        for name, part in (content()["parts"] | content()["beside"]).items()
     }
     ours = {}
     for name, table in tables().items():
@@ -99,6 +99,12 @@ def parts() -> dict[str, Part]:
         searches = [algo for model in models if model != OWN for algo in recipes()[model].searches]
         ours[name] = Part(("accuracy",), models, tuple(dict.fromkeys(searches)))
     return named | ours
+
+
+def all_searches() -> list[str]:
+    """The paper's, and those that are only made if their part is asked for."""
+    beside = [algo for part in content()["beside"].values() for algo in part["searches"]]
+    return list(dict.fromkeys([*content()["searches"], *beside]))
 
 
 def own_seeds(preset: str) -> list[int]:
@@ -148,11 +154,12 @@ def plan_jobs(
 
     `searches`: these alone, where not all of them are wanted.
     """
-    for names, known in ((only, parts()), (searches, content()["searches"])):
+    for names, known in ((only, parts()), (searches, all_searches())):
         if unknown := [name for name in names if name not in known]:
             raise UserError(f"there is no {unknown[0]!r}; there are {', '.join(known)}.")
-    chosen = [parts()[name] for name in only] or list(parts().values())
-    algos = [algo for algo in content()["searches"] if algo in (list(searches) or [algo])]
+    names = list(only) or [name for name in parts() if name not in content()["beside"]]
+    chosen = [parts()[name] for name in names]
+    algos = [algo for algo in all_searches() if algo in (list(searches) or [algo])]
     jobs = [job for seed in seeds for job in _jobs_of_seed(seed, chosen, algos)]
     return [*jobs, Job("report", needs=tuple(jobs))]
 
@@ -161,7 +168,7 @@ def _jobs_of_seed(seed: int, chosen: Sequence[Part], algos: Sequence[str]) -> li
     """First all searches, then all datasets, all models, all experiments."""
     stages: dict[str, list[Job]] = {"search": [], "dataset": [], "train": [], "evaluate": []}
     for algo in algos:
-        wanted = [part for part in chosen if part.searches is None or algo in part.searches]
+        wanted = [part for part in chosen if algo in (part.searches or content()["searches"])]
         if not wanted:
             continue
         search = Job("search", algo, seed)

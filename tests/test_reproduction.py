@@ -84,7 +84,7 @@ def test_the_papers_recipe_is_the_papers() -> None:
 
 def test_what_the_file_names_is_there() -> None:
     content = reproduction.content()
-    assert set(content["searches"]) <= set(RULES)
+    assert set(reproduction.all_searches()) <= set(RULES)
     assert set(content["experiments"]) == {*EXPERIMENTS, "generalize"}
     for part in reproduction.parts().values():
         assert set(part.experiments) <= set(content["experiments"])
@@ -114,6 +114,12 @@ def test_a_part_needs_no_more_than_it_shows() -> None:
     assert {job.what for job in ladder if job.stage == "train"} == rows
     assert [job.what for job in ladder if job.stage == "dataset"] == ["", "quiet", "plain"]
     assert {job.algo for job in plan_jobs([0], searches=["me"])[:-1]} == {"me"}
+    # What is beside the paper is made if it is asked for, and has no models.
+    related = plan_jobs([0], ["related"])
+    algos = [job.algo for job in related if job.stage == "search"]
+    assert {"me", "me-ls", "deep-grid", "me-soft"} < {*algos} and "pgame" not in algos
+    assert {job.stage for job in related} == {"search", "evaluate", "report"}
+    assert "deep-grid" not in {job.algo for job in plan_jobs([0])}
     # The paper has no QDT(ME-Sampling).
     assert not [j for j in plan_jobs([0]) if (j.algo, j.stage) == ("me-sampling", "train")]
 
