@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import cli
+from envs import TASKS
 from machinery.files import UserError
 from machinery.gather import Found
 from machinery.quotes import fill, loose_numbers
@@ -14,27 +15,36 @@ from machinery.tables import all_tables, csv, latex, markdown
 from test_report import compared  # isort: skip
 
 RESULTS = Path(__file__).parents[1] / "results"
+PAGES = sorted(RESULTS.rglob("README.md"))
+
+
+@pytest.fixture(scope="module", params=PAGES, ids=lambda page: page.parent.name)
+def page(request: pytest.FixtureRequest) -> Path:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, list[Found]]:
-    return cli.found_runs([RESULTS])
+def results(page: Path) -> dict[str, list[Found]]:
+    """Of the tasks beside a page."""
+    return cli.found_runs([page.parent / task for task in TASKS if (page.parent / task).exists()])
 
 
 def test_every_number_of_the_results_is_computed_from_the_files_beside_it(
-    results: dict[str, list[Found]],
+    page: Path, results: dict[str, list[Found]]
 ) -> None:
-    page = (RESULTS / "README.md").read_text()
-    assert loose_numbers(page) == []
-    assert fill(page, RESULTS, results) == page, (
-        "qdt report results --out DIR --fill results/README.md brings it up to date"
+    text = page.read_text()
+    assert loose_numbers(text) == []
+    assert fill(text, page.parent, results) == text, (
+        f"qdt report with --fill {page} brings it up to date"
     )
 
 
-def test_the_tables_of_the_results_are_those_of_their_runs(results: dict[str, list[Found]]) -> None:
+def test_the_tables_of_the_results_are_those_of_their_runs(
+    page: Path, results: dict[str, list[Found]]
+) -> None:
     for task, runs in results.items():
         for table in all_tables(task, runs):
-            path = RESULTS / task / "report" / table.name
+            path = page.parent / task / "report" / table.name
             for suffix, write in ((".md", markdown), (".csv", csv), (".tex", latex)):
                 assert path.with_suffix(suffix).read_text() == write(table), path
 
