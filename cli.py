@@ -308,7 +308,7 @@ def run_all(plans: list[Plan], out: Path) -> None:
     ours = do_search(out / "me-ls", plans[1])
     if not ours.model_paths():
         report_all(out)  # on what is there: the next stages may take long
-    stage(3, "Dataset", "the steadiest policy of each zone shows its behaviour many times.")
+    stage(3, "Dataset", "in each zone, the policy that ends there most often shows it many times.")
     do_dataset(ours, {})
     stage(4, "Quality-Diversity Transformer", "one policy learns to reach any of them on demand.")
     do_train(ours, {})
@@ -340,7 +340,7 @@ def reproduce(
     task: options.Task = None,
     seeds: Annotated[
         str | None,
-        typer.Option(help="Such as 0-4 or 0,2.", show_default="0-4; tiny: 0"),
+        typer.Option(help="Such as 0-4 or 0,2.", show_default="0-4; tiny and overnight: 0"),
     ] = None,
     only: Annotated[
         str | None,
@@ -352,7 +352,9 @@ def reproduce(
     ] = None,
     searches: Annotated[
         str | None,
-        typer.Option(metavar="ALGO,...", help="Of @searches.", show_default="all that the parts need"),
+        typer.Option(
+            metavar="ALGO,...", help="Of @searches.", show_default="all that the parts need"
+        ),
     ] = None,
     out: Annotated[
         Path | None,

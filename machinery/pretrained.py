@@ -105,7 +105,7 @@ All settings are in `plan.json`, and beside them the versions of the libraries.
 ## Limits
 
 - It learned from {there} policies of one search (`demonstrators.json`) and is at its best near what they
-  showed; {empty_zones(there, zones)}
+  showed; {empty_zones(there, zones, plan.train.stay_within)}
 - It knows episodes of exactly {task.length} steps, from the task's random starts, in this simulator.
   Nothing was tried on a real robot.
 """
@@ -158,10 +158,15 @@ Half of the goals are missed by less than {np.nanmedian(distance):.3g}, the wors
 {np.nanmax(distance):.3g}."""
 
 
-def empty_zones(there: int, zones: int) -> str:
+def empty_zones(there: int, zones: int, stay_within: bool) -> str:
     if there >= zones:
         return "every zone has one."
-    return f"{zones - there} of {zones} zones have none, and targets there are guesses."
+    what = (
+        "beyond what was shown it plays what is nearest"
+        if stay_within
+        else "targets there are guesses"
+    )
+    return f"{zones - there} of {zones} zones have none: {what}."
 
 
 def interval(values: Sequence[float | None]) -> str:
