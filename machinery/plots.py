@@ -27,7 +27,8 @@ EMPTY = "0.85"  # grey: nothing there
 
 def save(figure: Figure, path: Path) -> None:
     with write_safely(path) as file:
-        figure.savefig(file, format=path.suffix[1:], dpi=150)
+        # Tight: a row of many maps would lose the upper edge of its titles.
+        figure.savefig(file, format=path.suffix[1:], dpi=150, bbox_inches="tight")
 
 
 def _panels(
