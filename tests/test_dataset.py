@@ -570,16 +570,16 @@ def test_a_batch_depends_on_its_number_alone(built):
 
 
 def test_the_next_batch_is_prepared_while_the_current_one_is_used(built, monkeypatch):
-    prepared = []
-    batch = ds.Dataset.batch
-    monkeypatch.setattr(ds.Dataset, "batch", lambda *a: (prepared.append(1), batch(*a))[1])
+    prepared: list[int] = []
     batches = ds.BatchReader(built, 10, seed=0)
+    prepare = batches.prepare
+    monkeypatch.setattr(batches, "prepare", lambda step: (prepared.append(step), prepare(step))[1])
     batches(0)
     batches.ahead[1].result()
-    assert len(prepared) == 2
+    assert prepared == [0, 1]
     batches(1)
     batches.ahead[2].result()
-    assert len(prepared) == 3  # the second was not made again
+    assert prepared == [0, 1, 2]  # the second was not made again
 
 
 def test_a_batch_larger_than_the_view_is_refused(built):
