@@ -32,9 +32,9 @@ def loss_and_gradient(
     the parts would not be equal, the last example fills them up and counts for nothing.
     """
     mesh, size = devices(), len(jax.tree.leaves(batch)[0])
-    share = -(-size // mesh.size)
-    parts = -(-share // micro_batch)
-    micro_batch = -(-share // parts)
+    of_each = -(-size // mesh.size)
+    parts = -(-of_each // micro_batch)
+    micro_batch = -(-of_each // parts)
     at_once = mesh.size * micro_batch
     padded = -(-size // at_once) * at_once
     weight = (jnp.arange(padded) < size) / size

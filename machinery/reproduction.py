@@ -161,6 +161,8 @@ def plan_jobs(
     chosen = [parts()[name] for name in names]
     algos = [algo for algo in all_searches() if algo in (list(searches) or [algo])]
     jobs = [job for seed in seeds for job in _jobs_of_seed(seed, chosen, algos)]
+    if not jobs:
+        raise UserError(f"what is to be made needs no {' or '.join(searches)}: see --only.")
     return [*jobs, Job("report", needs=tuple(jobs))]
 
 

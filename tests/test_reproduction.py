@@ -139,6 +139,13 @@ def test_an_unknown_part_or_search_is_named(only: list, searches: list, named: s
         plan_jobs([0], only, searches)
 
 
+@pytest.mark.parametrize(("only", "search"), [([], "deep-grid"), (["ladder"], "me")])
+def test_a_search_that_nothing_needs_is_refused(only: list, search: str) -> None:
+    """Instead of a report on nothing."""
+    with pytest.raises(UserError, match=f"needs no {search}"):
+        plan_jobs([0], only, [search])
+
+
 def test_seeds_are_numbers_and_ranges() -> None:
     assert parse_seeds("0-4") == [0, 1, 2, 3, 4]
     assert parse_seeds("7") == [7]
