@@ -32,6 +32,7 @@ from jaxtyping import Array, Bool, Float, Int, Int64, Key, Shaped
 
 from envs import Task, rollout, transitions
 from machinery import machine, minari
+from machinery.alike import action_differences, most_alike, neighbours
 from machinery.config import make_config, require_at_least, require_choices
 from machinery.driver import Progress, Stopped, finish_step_on_signal, stop_requested
 from machinery.engine import VECTOR
@@ -54,6 +55,7 @@ FORMAT = "qdt-dataset-2"
 DTYPES = {"float32": "<f4", "float16": "<f2"}
 PER_EPISODE = ("descriptor", "fitness", "policy", "zone", "trajectory")  # arrays of small rows
 PRUNINGS = ("density-50", "density-30", "density-10", "tiles", "upper")
+COMPARED = 24  # states of an episode in which `alike` compares actions
 TILES = 4  # per axis of the chequerboard; the paper gives no number
 
 
@@ -64,6 +66,9 @@ class DatasetConfig:
     trajectories: int = 300_000
     zones: int | None = None  # the task's own: 50 for Halfcheetah-Uni and 100 for Ant-Omni
     selection_episodes: int = 10  # of each candidate; open: "a few"
+    # How many times as far from the middle of a zone a policy may end as the nearest does, if it acts more
+    # like the policies of the zones around (`machinery/alike.py`); ours.
+    alike: float | None = None
     naive: bool = False  # the ablation: no selection, all policies of the repertoire play
     typical: bool = False  # store only what ends nearest to its own policy's mean; ours
     action_noise: float = 0.0  # on the actions that are played, not on those stored; ours
@@ -72,7 +77,7 @@ class DatasetConfig:
 
     def __post_init__(self) -> None:
         require_choices(self)
-        require_at_least(1, self, "trajectories", "selection_episodes", "zones")
+        require_at_least(1, self, "trajectories", "selection_episodes", "zones", "alike")
         require_at_least(0, self, "action_noise")
 
     def zone_count(self, task: Task) -> int:
@@ -118,7 +123,8 @@ def select_policies(
 
     A policy is a candidate for the zone in which its stored descriptor lies, and plays a few episodes as
     it will play the trajectories, with or without noise. It is out if one of them diverges, or if none of
-    them ends in the zone: it has nothing to demonstrate there.
+    them ends in the zone: it has nothing to demonstrate there. With `alike`, the best give way to whoever
+    is nearly as good in their zone, wherever stored, and more like its neighbours.
     """
     zones = config.zone_count(task)
     centroids = cvt(task.low, task.high, zones, key=stream(seed, "zones"))
@@ -132,20 +138,44 @@ def select_policies(
     keys = jax.random.split(stream(seed, "selection"), (len(cells), config.selection_episodes))
     members, noise = _members(repertoire, cells), config.action_noise
     episodes = rollout(task, members, keys, action_noise=noise)
-    hits = (np.asarray(nearest(centroids, episodes.descriptor)) == zone[:, None]).sum(axis=1)
+    ended = np.asarray(nearest(centroids, episodes.descriptor))  # zone in which each episode ended
+    centroids, ends = np.asarray(centroids), np.asarray(episodes.descriptor)
+    sound = np.asarray(~episodes.diverged.any(axis=1))
+    hits = (ended == zone[:, None]).sum(axis=1)
     best = best_of_each_zone(
         zone,
         hits,
         np.asarray(jax.vmap(spread)(episodes.descriptor)),
         np.asarray(episodes.fitness.mean(axis=1)),
-        np.asarray(~episodes.diverged.any(axis=1)) & (hits > 0),
+        sound & (hits > 0),
     )
     if len(best) == 0:
         raise UserError(
             "no policy can be selected: each of them diverged, or never ended in its own zone."
         )
-    mean = np.asarray(episodes.descriptor.mean(axis=1))
-    return Selection(np.asarray(centroids), cells[best], zone[best], mean[best], hits[best])
+    zone = zone[best]
+    if config.alike is not None:
+        reaches = np.stack([sound & (ended == z).any(axis=1) for z in zone], axis=1)
+        apart = [np.linalg.norm(ends - c, axis=-1).mean(axis=1) for c in centroids[zone]]
+        distance = np.where(reaches, np.stack(apart, axis=1), np.inf)
+        candidate = distance <= config.alike * distance.min(axis=0)
+        candidate[best, np.arange(len(best))] = True
+        who = np.flatnonzero(candidate.any(axis=1))
+        difference = _differences(task, _members(repertoire, cells[who]), noise, seed)
+        first, near = np.searchsorted(who, best), neighbours(centroids[zone])
+        best = who[most_alike(first, candidate[who], near, difference)]
+    hits = (ended[best] == zone[:, None]).sum(axis=1)
+    return Selection(centroids, cells[best], zone, ends[best].mean(axis=1), hits)
+
+
+def _differences(
+    task: Task, policies: MLP, action_noise: float, seed: int
+) -> Float[np.ndarray, "n n"]:
+    """How differently every two policies act, in some states of one episode of each."""
+    keys = jax.random.split(stream(seed, "alike"), (len(policies.layers[0].weight), 1))
+    episodes = rollout(task, policies, keys, record=transitions, action_noise=action_noise)
+    steps = np.linspace(0, task.length - 1, min(COMPARED, task.length)).astype(int)
+    return np.asarray(action_differences(policies, episodes.recorded.observations[:, 0, steps]))
 
 
 def _members(repertoire: Repertoire, cells: Int[np.ndarray, " n"]) -> MLP:

@@ -1,6 +1,7 @@
 """Datasets: who plays, what is stored, what a reader gets, and what damage does."""
 
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 import dataset as ds
 import envs
 import me_ls
-from machinery import machine, runs
+from machinery import alike, machine, runs
 from machinery.driver import Stopped
 from machinery.files import UserError, lock
 from machinery.shards import array_file
@@ -183,6 +184,97 @@ def test_an_empty_repertoire_and_one_that_always_diverges_are_refused(tmp_path):
         build(tmp_path / "b", repertoire=broken)
     with pytest.raises(UserError, match="diverged; nothing to store"):
         build(tmp_path / "c", dataclasses.replace(CONFIG, naive=True), repertoire=broken)
+
+
+# --- demonstrators that resemble their neighbours ---------------------------------------------------
+
+
+@st.composite
+def candidates_of_zones(draw):
+    """Policies, the zones they may be selected for, and how different they are; ties abound."""
+    zones, count = draw(st.integers(1, 4)), draw(st.integers(4, 8))
+    number = st.lists(st.integers(0, 4), min_size=count**2, max_size=count**2)
+    table = np.array(draw(number), np.float32).reshape(count, count)
+    candidate = np.array(draw(number)).reshape(count, count)[:, :zones] > 1
+    candidate[np.arange(zones), np.arange(zones)] = True
+    centroids = np.array(draw(number)[: 2 * zones], np.float32).reshape(zones, 2)
+    return candidate, table + table.T, centroids
+
+
+@given(candidates_of_zones())
+def test_no_other_candidate_is_more_like_the_neighbours(drawn):
+    candidate, difference, centroids = drawn
+    near, zones = alike.neighbours(centroids), range(len(centroids))
+    first = np.arange(len(centroids))
+    selected = alike.most_alike(first, candidate, near, difference)
+    assert len(set(selected)) == len(centroids)
+    assert all(candidate[selected[z], z] for z in zones)
+
+    def unlike(chosen) -> float:
+        return sum(difference[chosen[a], chosen[b]] for a in zones for b in zones if near[a, b])
+
+    assert unlike(selected) <= unlike(first)
+    for other, zone in itertools.product(range(len(candidate)), zones):
+        if candidate[other, zone] and other not in selected:
+            exchanged = selected.copy()
+            exchanged[zone] = other
+            assert unlike(exchanged) >= unlike(selected)
+
+
+def test_neighbours_are_the_four_nearest_zones_of_either():
+    line = np.arange(12, dtype=np.float32)[:, None]
+    near = alike.neighbours(line)
+    assert np.flatnonzero(near[6]).tolist() == [4, 5, 7, 8]
+    # The first zone's four nearest are all on one side, so it is a neighbour of the fourth, too.
+    assert np.flatnonzero(near[0]).tolist() == [1, 2, 3, 4] and near[4, 0]
+
+
+def test_actions_are_compared_in_the_states_of_both_policies():
+    members = jax.tree.map(lambda x: x[:3], REPERTOIRE.policies)
+    found = ds._differences(TASK, members, 0.2, seed=3)
+    policies = [jax.tree.map(lambda x, i=i: x[i], members) for i in range(3)]
+    keys = jax.random.split(stream(3, "alike"), (3, 1))[:, 0]
+    visited = [
+        envs.play_episode(TASK, policy, key, envs.transitions, 0.2).recorded.observations[:10]
+        for policy, key in zip(policies, keys, strict=True)
+    ]
+    for a, b in itertools.product(range(3), repeat=2):
+        squares = [
+            np.mean((policies[a](state) - policies[b](state)) ** 2)
+            for state in [*visited[a], *visited[b]]
+        ]
+        np.testing.assert_allclose(found[a, b], np.mean(squares), rtol=1e-5)
+
+
+def test_demonstrators_that_are_alike_end_nearly_as_close_to_the_middle_of_their_zones():
+    best = ds.select_policies(TASK, REPERTOIRE, CONFIG, seed=3)
+    similar = ds.select_policies(TASK, REPERTOIRE, dataclasses.replace(CONFIG, alike=1.5), seed=3)
+    assert similar.zone.tolist() == best.zone.tolist() and np.all(similar.hits > 0)
+    assert similar.cells.tolist() != best.cells.tolist()
+
+    cells = np.flatnonzero(REPERTOIRE.occupied)
+    keys = jax.random.split(stream(3, "selection"), (21, 4))
+    ends = np.asarray(envs.rollout(TASK, ds._members(REPERTOIRE, cells), keys).descriptor)
+    apart = {
+        (cell, zone): np.mean(np.linalg.norm(ends[row] - best.centroids[zone], axis=1))
+        for row, cell in enumerate(cells)
+        for zone in best.zone
+        if zone in [np.argmin(((best.centroids - end) ** 2).sum(axis=1)) for end in ends[row]]
+    }
+    for first, cell, zone in zip(best.cells, similar.cells, similar.zone, strict=True):
+        nearest = min(distance for (_, at), distance in apart.items() if at == zone)
+        assert cell == first or apart[cell, zone] <= 1.5 * nearest * (1 + 1e-6)
+
+    members = ds._members(REPERTOIRE, np.concatenate([best.cells, similar.cells]))
+    difference = ds._differences(TASK, members, 0.0, seed=3)
+    near, count = alike.neighbours(best.centroids[best.zone]), len(best.cells)
+    assert np.mean(difference[count:, count:][near]) < np.mean(difference[:count, :count][near])
+
+
+@pytest.mark.parametrize("times", [0.9, float("nan"), float("inf")])
+def test_nobody_ends_nearer_to_the_middle_than_the_nearest(times):
+    with pytest.raises(UserError, match="alike must be at least 1"):
+        ds.DatasetConfig(alike=times)
 
 
 def test_zones_left_out_are_reported(tmp_path, capsys):
