@@ -49,7 +49,7 @@ from machinery.shards import (
     write_shard,
 )
 from machinery.streams import generator, stream
-from me_ls import MLP, Repertoire, cvt, nearest, spread
+from me_ls import MLP, Repertoire, goals, nearest, spread
 
 FORMAT = "qdt-dataset-2"
 DTYPES = {"float32": "<f4", "float16": "<f2"}
@@ -127,7 +127,7 @@ def select_policies(
     is nearly as good in their zone, wherever stored, and more like its neighbours.
     """
     zones = config.zone_count(task)
-    centroids = cvt(task.low, task.high, zones, key=stream(seed, "zones"))
+    centroids = goals(task, zones)
     cells = np.flatnonzero(repertoire.occupied)
     if len(cells) == 0:
         raise UserError("the repertoire is empty: there is nobody to play the dataset.")

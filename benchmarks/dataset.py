@@ -28,7 +28,6 @@ import envs
 import me_ls
 from machinery import machine
 from machinery.runs import Stage
-from machinery.streams import stream
 
 ZONES = 100  # the paper's for Ant-Omni
 QDT_APPETITE = (
@@ -43,7 +42,7 @@ def peak_gib() -> float:
 def made_up_repertoire(task: envs.Task) -> me_ls.Repertoire:
     """One random policy per zone, with the zone's centroid for a descriptor: every zone has one."""
     keys = jax.random.split(jax.random.key(0), ZONES)
-    centroids = me_ls.cvt(task.low, task.high, ZONES, key=stream(0, "zones"))
+    centroids = me_ls.goals(task, ZONES)
     zeros = jnp.zeros(ZONES)
     policies = me_ls.random_policies(task, (256, 256), keys)
     return me_ls.Repertoire(policies, zeros, centroids, zeros, centroids)

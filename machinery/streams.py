@@ -16,13 +16,12 @@ from jaxtyping import Array, Float, Key, UInt32
 STREAMS = {
     "search-init": 0,  # cells of the repertoire, networks of TD3
     "search": 1,  # one key per iteration: selection, variation, episodes
-    "zones": 2,
     "selection": 3,  # episodes of the candidates for a dataset
     "trajectories": 4,  # one key per trajectory
     "model": 5,  # initial weights
     "training": 6,  # one key per step: dropout
     "training-goals": 7,  # episodes of the evaluations that choose the best epoch
-    "goals": 8,  # of seed 0, whatever the run's: all runs are asked for the same goals
+    "goals": 8,  # and zones; of seed 0, whatever the run's: all runs are asked for the same
     "accuracy": 9,
     "reassessment": 10,
     "reproducibility": 11,

@@ -119,7 +119,7 @@ def test_selection_plays_every_policy_of_an_occupied_cell_and_keeps_one_per_zone
     """The whole selection again, policy by policy, in plain Python."""
     config = dataclasses.replace(CONFIG, action_noise=action_noise)
     selection = ds.select_policies(TASK, REPERTOIRE, config, seed=3)
-    centroids = np.asarray(me_ls.cvt(TASK.low, TASK.high, 6, key=stream(3, "zones")))
+    centroids = np.asarray(me_ls.cvt(TASK.low, TASK.high, 6, key=stream(0, "goals")))
 
     def zone_of(point) -> int:
         return int(np.argmin(((centroids - np.asarray(point)) ** 2).sum(axis=1)))

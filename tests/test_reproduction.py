@@ -49,6 +49,7 @@ ONE_CHANGE = [
     {"train.batch_size", "train.beginnings", "train.beginning_steps"},  # as many steps in a batch
     {"dataset.typical"},
     {"dataset.action_noise"},
+    {"dataset.alike"},
     {"dataset.naive"},
     {"train.conditioning", "dataset.achieved"},
     {"train.stay_within"},
