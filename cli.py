@@ -317,7 +317,7 @@ def run_all(plans: list[Plan], out: Path) -> None:
     )
     experiments = ("reassess", "accuracy", "reproducibility")
     todo = [(name, run) for run in (baseline, ours) for name in experiments]
-    for experiment, run in [*todo, ("calibrate", ours)]:
+    for experiment, run in [*todo, ("elsewhere", ours), ("calibrate", ours)]:
         if not run.is_evaluated(experiment):
             do_evaluate(run, experiment)
     stage(6, "Report", "tables and figures beside the paper's.")
@@ -480,7 +480,7 @@ def evaluate(
         Experiment,
         typer.Argument(
             help="accuracy: table 1, figures 6 and 12; reproducibility: figures 3, 8 and 9; reassess: "
-            "table 5; generalize: figures 7 and 13; calibrate: ours."
+            "table 5; generalize: figures 7 and 13; elsewhere and calibrate: ours."
         ),
     ],
     runs: options.Runs,

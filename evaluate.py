@@ -1,6 +1,7 @@
 """Experiments: from a repertoire or a conditioned policy to the numbers of the paper's tables and figures.
 
     accuracy          section 5.2, table 1, figures 6 and 12: asked for a goal, how near does it get
+    elsewhere         ours: the same for goals that no demonstrator was selected for
     reproducibility   section 3.2, figures 3, 8 and 9: the same policy again and again
     reassess          appendix C.2.1, table 5: what a repertoire is worth after a second look
     calibrate         ours: which target makes a conditioned policy land on the goal
@@ -10,7 +11,7 @@ them. Drawing and tabulating is the machinery's.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from me_ls import (
     Offspring,
     Repertoire,
     characterise,
+    cvt,
     find_rule,
     goals,
     insert,
@@ -393,6 +395,7 @@ class Subject:
     seed: int
     found: Repertoire | None  # None: there are only models, without those from whom they learned
     models: dict[str, ConditionedPolicy]  # by the name of their directory; the run's own is first
+    asked: Float[Array, "goals d"] | None = None  # other goals than the task's
 
     @property
     def repertoire(self) -> Repertoire:
@@ -402,7 +405,7 @@ class Subject:
 
     @property
     def goals(self) -> Float[Array, "goals d"]:
-        return goals(self.task)
+        return goals(self.task) if self.asked is None else self.asked
 
     @property
     def episode_keys(self) -> Key[Array, "goals episodes"]:
@@ -431,6 +434,13 @@ def evaluate_accuracy(subject: Subject) -> dict[str, Any]:
         result["repertoire"] = averages(accuracy_of_repertoire(*of, *whose))
         result["chosen"] = averages(again)
     return result | {name: averages(subject.measure(m)) for name, m in subject.models.items()}
+
+
+def evaluate_elsewhere(subject: Subject) -> dict[str, Any]:
+    """Accuracy at as many goals of another tessellation: most lie between those that were demonstrated."""
+    task = subject.task
+    others = cvt(task.low, task.high, task.zones, key=stream(0, "elsewhere"))
+    return evaluate_accuracy(replace(subject, asked=others))
 
 
 def evaluate_reassessment(subject: Subject) -> dict[str, Any]:
@@ -473,6 +483,7 @@ def evaluate_calibration(subject: Subject) -> dict[str, Any]:
 
 EXPERIMENTS: dict[str, Callable[[Subject], dict[str, Any]]] = {
     "accuracy": evaluate_accuracy,
+    "elsewhere": evaluate_elsewhere,
     "reproducibility": evaluate_reproducibility,
     "reassess": evaluate_reassessment,
     "calibrate": evaluate_calibration,
@@ -481,7 +492,7 @@ EXPERIMENTS: dict[str, Callable[[Subject], dict[str, Any]]] = {
 
 def summary(experiment: str, result: dict[str, Any]) -> list[str]:
     """One line for each number that an experiment is about."""
-    if experiment in ("accuracy", "generalize"):
+    if experiment in ("accuracy", "elsewhere", "generalize"):
         return [
             f"{name}: distance {r['mean_distance']:.4g}, spread {r['mean_spread']:.4g}"
             + (f", {int(r['diverged'])} episodes diverged" if r["diverged"] else "")

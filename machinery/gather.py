@@ -74,6 +74,7 @@ ACCURACY = {n: {} for n in ("goals", "distance", "mean_distance", "mean_spread",
 METRICS = {"coverage": {}, "max_fitness": {}, "qd_score": {}}
 NEEDED: dict[str, dict[str, Any]] = {  # what the report reads of each experiment; *: of all entries
     "accuracy": {"repertoire": ACCURACY, "*": ACCURACY},
+    "elsewhere": {"*": ACCURACY},
     "calibrate": {"before": ACCURACY, "after": ACCURACY, "episodes": {}},
     "generalize": {name: ACCURACY | {"density": {}} for name in ("all", "*")},
     "reassess": {"before": METRICS, "after": METRICS, "spread": {}, "reachable": {}},
@@ -166,16 +167,18 @@ def is_main(directory: str) -> bool:
     return not is_pruned(directory) and directory not in variants
 
 
-def accuracies(runs: Sequence[Found], wanted: Callable[[str], bool] = is_main) -> dict[str, BySeed]:
+def accuracies(
+    runs: Sequence[Found], wanted: Callable[[str], bool] = is_main, experiment: str = "accuracy"
+) -> dict[str, BySeed]:
     """By method: repertoires, the same after a second look, and models whose directory is wanted."""
     rows: dict[str, BySeed] = defaultdict(dict)
     for entry, title in (("repertoire", "{}"), ("chosen", "{}, chosen after re-evaluation")):
         for run in runs:
-            if entry in run.results.get("accuracy", {}):
-                rows[title.format(run.method)][run.seed] = run.results["accuracy"][entry]
+            if entry in run.results.get(experiment, {}):
+                rows[title.format(run.method)][run.seed] = run.results[experiment][entry]
     for is_own in (True, False):
         for run in runs:
-            models = dict(run.results.get("accuracy", {}))
+            models = dict(run.results.get(experiment, {}))
             for entry in ("repertoire", "chosen"):
                 models.pop(entry, None)
             for name, result in models.items():

@@ -29,6 +29,7 @@ STREAMS = {
     "act": 13,
     "second-look": 14,  # episodes after which a repertoire's policy is chosen for each goal
     "alike": 15,  # episodes in whose states the candidates for a dataset are compared
+    "elsewhere": 16,  # goals for which no demonstrator is selected; of seed 0, too
 }
 # Orders of trajectories on disk are drawn by NumPy.
 ORDERS = {"order": 0, "held-out": 1, "density": 2, "statistics": 3, "beginnings": 4}

@@ -246,12 +246,24 @@ def test_runs_of_all_seeds_are_asked_for_the_same_goals_from_other_starts():
     assert (one.episode_keys != other.episode_keys).all()
 
 
-@pytest.mark.parametrize("name", ["accuracy", "reproducibility", "reassess"])
+@pytest.mark.parametrize("name", ["accuracy", "elsewhere", "reproducibility", "reassess"])
 def test_an_experiment_of_a_repertoire_needs_no_model(name):
     result = evaluate.EXPERIMENTS[name](subject())
     lines = evaluate.summary(name, result)
     assert lines and all(isinstance(line, str) for line in lines)
     assert not any("diverged" in line for line in lines)
+
+
+def test_goals_elsewhere_are_as_many_and_not_those_of_the_zones():
+    here, elsewhere = (
+        np.asarray(evaluate.EXPERIMENTS[name](subject())["repertoire"]["goals"])
+        for name in ("accuracy", "elsewhere")
+    )
+    np.testing.assert_array_equal(here, me_ls.goals(TASK))
+    apart = np.linalg.norm(here[:, None] - elsewhere[None], axis=-1)
+    assert here.shape == elsewhere.shape and apart.min() > 0
+    # The tessellations differ everywhere: a goal elsewhere is a good part of a zone away from the nearest.
+    assert np.median(apart.min(axis=0)) > 0.2 * np.median(np.sort(apart, axis=0)[3])
 
 
 def test_calibration_without_a_model_is_one_sentence():

@@ -21,6 +21,7 @@ from machinery.tables import (
     claims_table,
     csv,
     departures,
+    elsewhere_table,
     findings,
     generalization_table,
     latex,
@@ -280,6 +281,18 @@ def test_calibration_shows_before_and_after_and_what_it_cost():
          "10 ± 2.8", "4 ± 0"]
     ]  # fmt: skip
     assert not accuracy_table("point-omni", runs).rows  # whose rows had no further episodes
+
+
+def test_goals_elsewhere_stand_beside_those_of_table_1():
+    runs = [
+        found("me-ls", s, accuracy={"repertoire": measured(2), "qdt": measured(a)},
+              elsewhere={"repertoire": measured(2), "qdt": measured(b)})
+        for s, a, b in ((0, 1, 3), (1, 2, 4))
+    ]  # fmt: skip
+    rows = elsewhere_table("point-omni", runs).rows
+    assert [row[:2] for row in rows] == [["ME-LS", "2"], ["QDT(ME-LS)", "2"]]
+    assert rows[1][3:6] == ["1.5 ± 0.71", "+2", "[2, 2]"]
+    assert len(accuracy_table("point-omni", runs).rows) == 2  # they are not mixed
 
 
 def test_generalization_counts_the_trajectories_of_each_dataset():

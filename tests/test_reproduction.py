@@ -71,7 +71,6 @@ def test_the_papers_recipe_is_the_papers() -> None:
     ours, paper = settings("laptop", "qdt-paper"), settings("paper", "own")
     sizes = {
         "dataset.trajectories",
-        "dataset.zones",
         "train.layers",
         "train.heads",
         "train.width",
@@ -113,7 +112,7 @@ def test_a_part_needs_no_more_than_it_shows() -> None:
     assert {job.algo for job in ladder[:-1]} == {"me-ls"}
     rows = {row.model for row in reproduction.tables()["ladder"].rows}
     assert {job.what for job in ladder if job.stage == "train"} == rows
-    assert [job.what for job in ladder if job.stage == "dataset"] == ["", "quiet", "plain"]
+    assert [job.what for job in ladder if job.stage == "dataset"] == ["", "best", "quiet", "plain"]
     assert {job.algo for job in plan_jobs([0], searches=["me"])[:-1]} == {"me"}
     # What is beside the paper is made if it is asked for, and has no models.
     related = plan_jobs([0], ["related"])
