@@ -135,7 +135,7 @@ def test_later_commands_read_what_the_first_one_planned(
 def test_the_same_command_again_does_nothing_again(both: Path) -> None:
     made = [p for p in both.glob("*/*/*") if p.suffix in (".safetensors", ".json", ".npy")]
     before = {path: path.stat().st_mtime_ns for path in made}
-    assert len([path for path in made if path.parent.name == "evaluation"]) == 7
+    assert len([path for path in made if path.parent.name == "evaluation"]) == 8
     assert command("run", "--preset", "tiny", *settings(SMALL), "--out", both) == 0
     assert command("search", "--out", both / "me-ls") == 0
     assert {path: path.stat().st_mtime_ns for path in made} == before
