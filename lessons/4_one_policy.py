@@ -202,24 +202,26 @@ def attention_maps(model, trajectory):
 
 last = attention_maps(model, trajectory)[-1][:, 1::3]  # the rows of the O tokens
 figure, row = panels(2, width=4.6, height=3.2)
+on_actions = []
 for head, axes in enumerate(row):
     image = axes.imshow(np.sqrt(last[head]), cmap="magma", aspect="auto")
     axes.set(xlabel="token (three per step)", ylabel="step t of $O_t$", title=f"head {head + 1}")
     figure.colorbar(image, ax=axes, shrink=0.8, label="√weight")
     share = [float(last[head][:, kind::3].sum(axis=1).mean()) for kind in range(3)]
     print(f"head {head + 1} looks at BD {share[0]:.0%}, O {share[1]:.0%}, A {share[2]:.0%}")
-    assert share[2] > 0.5
+    on_actions.append(share[2])
+assert max(on_actions) > 0.5
 np.testing.assert_allclose(last.sum(axis=-1), 1.0, atol=1e-5)
 show(
     figure,
-    "Two maps, one for each head: black above the diagonal; below it, light stripes in every "
-    "third column, those of the actions.",
+    "Two maps, one for each head: black above the diagonal. Below it, the first has light stripes in "
+    "every third column, those of the actions; the second is spread over all kinds of tokens.",
 )
 
 # %% [markdown]
-# It looks at actions, nearly always at actions! Its teachers act smoothly, and the action before is the best single hint at the next one: **a
-# model that sees actions continues them.** But that is not all it does: at the first step there is no action to copy, and with other targets it goes
-# elsewhere, as the next cell shows. Read such pictures with care: a weight says what was *read*, not what was *used*. (The map differs from training
+# One head looks at actions, nearly always at actions! The teachers act smoothly, and the action before is the best single hint at the next one: **a
+# model that sees actions continues them.** But that is not all it does: the other head reads the target and the observations as well, at the first step
+# there is no action to copy, and with other targets it goes elsewhere, as the next cell shows. Read such pictures with care: a weight says what was *read*, not what was *used*. (The map differs from training
 # to training. The project's own QDT for two cores does without A tokens, `tokens="one"`.)
 #
 # ## Ask it
