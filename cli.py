@@ -308,7 +308,7 @@ def run_all(plans: list[Plan], out: Path) -> None:
     ours = do_search(out / "me-ls", plans[1])
     if not ours.model_paths():
         report_all(out)  # on what is there: the next stages may take long
-    stage(3, "Dataset", "in each zone, the policy that ends there most often shows it many times.")
+    stage(3, "Dataset", "in each zone, a policy that often ends there shows it many times.")
     do_dataset(ours, {})
     stage(4, "Quality-Diversity Transformer", "one policy learns to reach any of them on demand.")
     do_train(ours, {})

@@ -155,6 +155,7 @@ def select_policies(
         )
     zone = zone[best]
     if config.alike is not None:
+        # By policy and zone: how far from its middle episodes end; endlessly, if none ends in the zone.
         reaches = np.stack([sound & (ended == z).any(axis=1) for z in zone], axis=1)
         apart = [np.linalg.norm(ends - c, axis=-1).mean(axis=1) for c in centroids[zone]]
         distance = np.where(reaches, np.stack(apart, axis=1), np.inf)

@@ -53,15 +53,16 @@ def most_alike(
 
     `selected` are different policies to begin with; `candidate` says who may be selected for which zone.
     Nobody is selected twice. Every exchange lowers the sum of all differences between neighbours, so there
-    is a last one.
+    is a last one. Who has diverged (NaN) is like nobody.
     """
+    difference = np.where(np.isnan(difference), np.inf, difference).astype(np.float64)
     selected, exchanged = selected.copy(), True
     while exchanged:
         exchanged = False
         for zone, around in enumerate(near):
             free = candidate[:, zone].copy()
             free[np.delete(selected, zone)] = False
-            unlike = difference[:, selected[around]].astype(np.float64).sum(axis=1)
+            unlike = difference[:, selected[around]].sum(axis=1)
             best = np.where(free, unlike, np.inf).argmin()
             if unlike[best] < unlike[selected[zone]]:
                 selected[zone], exchanged = best, True

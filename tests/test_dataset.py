@@ -221,6 +221,16 @@ def test_no_other_candidate_is_more_like_the_neighbours(drawn):
             assert unlike(exchanged) >= unlike(selected)
 
 
+def test_who_diverged_is_like_nobody_and_is_replaced_only_by_somebody_sound():
+    """Policy 2 diverged in the episode that is compared; of the others, 3 is more like 1 than 0 is."""
+    difference = np.array([[0, 5, 1, 1], [5, 0, 1, 2], [1, 1, 0, 1], [1, 2, 1, 0]], np.float32)
+    difference[2] = difference[:, 2] = np.nan
+    candidate = np.array([[1, 0], [0, 1], [1, 0], [1, 0]], bool)
+    near = np.array([[0, 1], [1, 0]], bool)
+    assert alike.most_alike(np.array([0, 1]), candidate, near, difference).tolist() == [3, 1]
+    assert alike.most_alike(np.array([2, 1]), candidate, near, difference).tolist() == [3, 1]
+
+
 def test_neighbours_are_the_four_nearest_zones_of_either():
     line = np.arange(12, dtype=np.float32)[:, None]
     near = alike.neighbours(line)
