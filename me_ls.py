@@ -152,8 +152,8 @@ def cvt(
 def goals(task: Task, count: int | None = None) -> Float[Array, "goals d"]:
     """The middles of large zones that cover the space, the same for every run; as many as the task has.
 
-    Evaluations ask for them, and a dataset has a demonstrator for each: the paper has one word and one
-    number for the zones of both.
+    Evaluations ask for them, and a dataset has a demonstrator for each. The paper has one word and one
+    number for the zones of both; that they are the same ones is how we read it (docs/decisions.md).
     """
     return cvt(task.low, task.high, count or task.zones, key=stream(0, "goals"))
 

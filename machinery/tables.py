@@ -161,7 +161,7 @@ def elsewhere_table(task: str, runs: Sequence[Found]) -> Table:
         f"Accuracy elsewhere on {task}: goals for which no demonstrator was selected; ours",
         [*head, "spread"],
         rows,
-        "The goals of table 1 are the middles of the dataset's zones, as in the paper: somebody was "
+        "The goals of table 1 are the middles of the dataset's zones, as we read the paper: somebody was "
         "selected to demonstrate each. Here are as many goals of another tessellation, most of them "
         "between those. "
         f"{SEEDS} {LOWER} {PAIRED}",
