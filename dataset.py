@@ -80,9 +80,6 @@ class DatasetConfig:
         require_at_least(1, self, "trajectories", "selection_episodes", "zones", "alike")
         require_at_least(0, self, "action_noise")
 
-    def zone_count(self, task: Task) -> int:
-        return task.zones if self.zones is None else self.zones
-
 
 # --- zones ----------------------------------------------------------------------------------------
 
@@ -126,8 +123,7 @@ def select_policies(
     them ends in the zone: it has nothing to demonstrate there. With `alike`, the best give way to whoever
     is nearly as good in their zone, wherever stored, and more like its neighbours.
     """
-    zones = config.zone_count(task)
-    centroids = goals(task, zones)
+    centroids = goals(task, config.zones)
     cells = np.flatnonzero(repertoire.occupied)
     if len(cells) == 0:
         raise UserError("the repertoire is empty: there is nobody to play the dataset.")
