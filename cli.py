@@ -35,7 +35,17 @@ import qdt
 import uncertain  # noqa: F401 - likewise
 from dataset import Dataset, DatasetConfig
 from envs import Task, TaskConfig, make_task
-from evaluate import EXPERIMENTS, Film, Filming, Subject, averages, film, refuse_empty, summary
+from evaluate import (
+    EXPERIMENTS,
+    Film,
+    Filming,
+    Subject,
+    averages,
+    film,
+    refuse_empty,
+    standing,
+    summary,
+)
 from machinery import (
     demand,
     estimate,
@@ -160,9 +170,17 @@ def do_search(directory: Path, asked: Plan) -> Run:
                 work=("steps", search.steps_per_iteration),
                 show=me_ls.SHOWN,
                 check=me_ls.refuse_empty,
+                examine=partial(examine, run, search.iterations),
             )
             save_arrays(run.repertoire_path, state.repertoire)
     return run
+
+
+def examine(run: Run, total: int, done: int, state: Any) -> dict[str, float]:
+    """What a search is worth after an eighth, a quarter, half and all of its budget, for its log."""
+    if done not in {total // 8, total // 4, total // 2, total}:
+        return {}
+    return standing(Subject(run.task, run.plan.seed, state.repertoire, {}))
 
 
 def do_dataset(run: Run, changes: Changes, name: str | None = None) -> Dataset:

@@ -456,6 +456,19 @@ def evaluate_reassessment(subject: Subject) -> dict[str, Any]:
     }
 
 
+def standing(subject: Subject) -> dict[str, float]:
+    """What a repertoire is worth by now: the numbers that `accuracy` and `reassess` would tell of it."""
+    task, repertoire = subject.task, subject.repertoire
+    asked = averages(accuracy_of_repertoire(task, repertoire, subject.goals, subject.episode_keys))
+    again = reassess(task, repertoire, key=stream(subject.seed, "reassessment"))
+    return {
+        "distance": asked["mean_distance"],
+        "spread": asked["mean_spread"],
+        "coverage_again": again.after["coverage"],
+        "max_fitness_again": again.after["max_fitness"],
+    }
+
+
 def evaluate_reproducibility(subject: Subject) -> dict[str, Any]:
     key = stream(subject.seed, "reproducibility")
     again = reproducibility(subject.task, subject.repertoire, key=key)

@@ -49,11 +49,13 @@ def drive(
     work: tuple[str, int],
     show: tuple[str, ...],
     check: Callable[[dict[str, Any]], None] = lambda row: None,
+    examine: Callable[[int, Any], dict[str, Any]] = lambda done, state: {},
 ) -> Any:
     """All `total` steps, from the last checkpoint if there is one; returns the last state.
 
     `work` is what a step accomplishes, such as ("steps", 320000): it is logged as a total and as a rate.
-    `show` names the metrics for the progress line; `check` may refuse to go on.
+    `show` names the metrics for the progress line; `check` may refuse to go on; `examine` adds to the
+    log what it finds in the state after so many steps, and draws no randomness of the algorithm's.
     """
     state = algorithm.init(init)
     restored = stage.restore(state)
@@ -74,11 +76,12 @@ def drive(
                 row = {name: _plain(value) for name, value in metrics.items()}
                 check(row)
                 unit, amount = work
-                now = time.monotonic()
                 row |= {"iteration": i, unit: done * amount}
-                row[f"{unit}_per_second"] = (done - logged) * amount / (now - logged_at)
-                logged, logged_at = done, now
+                taken = time.monotonic() - logged_at
+                row[f"{unit}_per_second"] = (done - logged) * amount / taken
+                row |= examine(done, state)
                 stage.log(row)
+                logged, logged_at = done, time.monotonic()
                 shown |= {name: row[name] for name in show if row.get(name) is not None}
             if progress.due(done):
                 progress.update(done, **shown)

@@ -65,7 +65,20 @@ def draw_curves(runs: Sequence[Found]) -> Drawn:
             "Mean and sample deviation over n seeds (figure 10).",
             plots.curves(search, "environment steps (millions)", colours, unit=1e6),
         )
-    distance = f"distance to the goal ({runs[0].task.unit})"
+    unit = runs[0].task.unit
+    standing = {
+        f"distance to the goals ({unit})": search_curves(runs, "distance"),
+        f"spread at the goals ({unit})": search_curves(runs, "spread"),
+        "coverage, re-evaluated": search_curves(runs, "coverage_again"),
+    }
+    if any(standing.values()):
+        drawn["budget"] = (
+            "Budget: what each search is worth after an eighth, a quarter, half and all of its steps, "
+            "re-evaluated; distance and spread: lower is better, coverage: higher. Mean and sample "
+            "deviation over n seeds; ours.",
+            plots.curves(standing, "environment steps (millions)", colours, unit=1e6),
+        )
+    distance = f"distance to the goal ({unit})"
     training = {
         distance: training_curves(runs, "distance"),
         "maximum fitness over the goals": training_curves(runs, "max_fitness"),

@@ -132,6 +132,24 @@ def test_later_commands_read_what_the_first_one_planned(
         )
 
 
+@pytest.mark.parametrize("algo", ["me", "me-ls"])
+def test_a_search_logs_what_it_is_worth_by_parts_of_its_budget(both: Path, algo: str) -> None:
+    rows = runs.read_metrics(both / algo / "search" / "metrics.jsonl")
+    examined = [row for row in rows if "distance" in row]
+    total = len(rows)
+    wanted = {total // 8, total // 4, total // 2, total} - {0}
+    assert [row["iteration"] + 1 for row in examined] == sorted(wanted)
+    asked, again = (
+        read_json(both / algo / "evaluation" / f"{name}.json")["result"]
+        for name in ("accuracy", "reassess")
+    )
+    last = examined[-1]
+    assert last["distance"] == asked["repertoire"]["mean_distance"]
+    assert last["spread"] == asked["repertoire"]["mean_spread"]
+    assert last["coverage_again"] == again["after"]["coverage"]
+    assert last["max_fitness_again"] == again["after"]["max_fitness"]
+
+
 def test_the_same_command_again_does_nothing_again(both: Path) -> None:
     made = [p for p in both.glob("*/*/*") if p.suffix in (".safetensors", ".json", ".npy")]
     before = {path: path.stat().st_mtime_ns for path in made}

@@ -163,6 +163,15 @@ def test_a_check_sees_every_row_and_may_refuse_to_go_on(tmp_path: Path) -> None:
     assert len(logged(tmp_path)) == 2  # what is refused is not kept
 
 
+def test_what_is_found_in_a_state_stands_in_the_row_of_its_step(tmp_path: Path) -> None:
+    def examine(done: int, state: dict[str, jax.Array]) -> dict[str, Any]:
+        return {"seen": float(state["place"][0])} if done == 4 else {}
+
+    walk(tmp_path, examine=examine)
+    seen = {row["iteration"]: row["seen"] for row in logged(tmp_path) if "seen" in row}
+    assert seen == {3: float(by_hand(4)[-1]["place"][0])}
+
+
 def test_another_state_than_that_of_the_checkpoint_is_refused(tmp_path: Path) -> None:
     class Wider(Walk):
         def init(self, key: jax.Array) -> dict[str, jax.Array]:

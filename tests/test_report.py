@@ -358,6 +358,23 @@ def test_figures_have_the_axes_and_the_unit_of_the_task_and_the_colour_of_the_me
     assert bar.get_ylabel() == "distance to the goal (m),\nup to the 98th percentile"
 
 
+def test_a_search_is_drawn_over_its_budget_where_it_was_examined():
+    run = found("me-ls", 0)
+    rows = [{"steps": x, "coverage": 0.5, "max_fitness": x, "qd_score": x} for x in range(1, 9)]
+    examined = {"distance": 1.0, "spread": 0.5, "coverage_again": 0.4, "max_fitness_again": 3.0}
+    rows[0] |= examined
+    rows[7] |= examined | {"distance": 0.7}
+    _, figure = figures("point-omni", [replace(run, metrics=rows)])["budget"]
+    (line,) = figure.axes[0].get_lines()
+    assert line.get_xydata().tolist() == [[1e-6, 1.0], [8e-6, 0.7]]
+    titles = [axes.get_title() for axes in figure.axes]
+    assert titles == [
+        "distance to the goals (m)",
+        "spread at the goals (m)",
+        "coverage, re-evaluated",
+    ]
+
+
 def test_models_are_drawn_below_what_they_learned_from():
     goals = {"goals": [[3.0, 4.0], [0.0, 0.0]]}
     me = {name: measured(1, 2) | goals for name in ("repertoire", "chosen", "qdt", "qdt-naive")}
