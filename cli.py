@@ -306,7 +306,7 @@ def run(
     if dry_run:
         estimate.print_settings(plans[-1])
     is_new = not (out / "me").exists()
-    if dry_run or (is_new and training_steps(plans[-1]) >= LONG):
+    if dry_run or (is_new and training_work(plans[-1]) >= LONG):
         estimate.print_costs(plans, measure_costs(plans))
     if not dry_run:
         run_all(plans, out)
@@ -701,7 +701,17 @@ def report(
 # --- what a run would cost --------------------------------------------------------------------------
 
 
-LONG = 20_000  # steps of a training; with so many a run takes hours, and says beforehand how many
+LONG = 10_000_000_000  # parameters × steps of a training; a longer run says beforehand how long
+
+
+def training_work(plan: Plan) -> int:
+    return training_steps(plan) * parameters(plan)
+
+
+def parameters(plan: Plan) -> int:
+    """Of the model."""
+    task = make_task(plan.task)
+    return count(eqx.filter_eval_shape(qdt.make_model, task, plan.train, key=jax.random.key(0)))
 
 
 def training_steps(plan: Plan) -> int:
@@ -715,7 +725,6 @@ def measure_costs(plans: list[Plan]) -> estimate.Costs:
     plan, task = plans[-1], make_task(plans[-1].task)
     searches = [make_search(task, each.search) for each in plans]
     state = eqx.filter_eval_shape(searches[-1].init, jax.random.key(0))
-    model = eqx.filter_eval_shape(qdt.make_model, task, plan.train, key=jax.random.key(0))
     return estimate.Costs(
         [
             (each.iterations, each.steps_per_iteration, measure_steps_per_second(task, each))
@@ -723,7 +732,7 @@ def measure_costs(plans: list[Plan]) -> estimate.Costs:
         ],
         policy=count(state.repertoire.policies) // plan.search.cells,
         stored=datasets.bytes_on_disk(task, plan.dataset),
-        model=count(model),
+        model=parameters(plan),
         training=training_steps(plan),
         seconds_per_step=measure_training_step(task, plan.train),
     )
