@@ -446,6 +446,15 @@ def test_every_preset_makes_a_plan_for_every_algorithm() -> None:
             assert cli.PLANS.make(cli.plain(plan), {}) == plan
 
 
+@pytest.mark.parametrize(
+    ("preset", "is_long"),
+    [("tiny", False), ("laptop", False), ("overnight", True), ("paper", True)],
+)
+def test_a_long_run_and_no_other_says_beforehand_how_long(preset: str, is_long: bool) -> None:
+    plan = cli.PLANS.asked(cli.Asked(preset, task="point-omni"))
+    assert (cli.training_work(plan) >= cli.LONG) == is_long
+
+
 def test_a_dry_run_lists_every_field_and_does_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
