@@ -190,9 +190,10 @@ def accuracies(
 def print_accuracies(found: dict[str, list[Found]]) -> None:
     """The table with which a run ends."""
     for of_task in found.values():
-        good = of_task[0].task.good_distance
-        tell(f"\n{'method':<38}{'distance':>10}{'goals reached':>15}{'spread':>10}")
-        for method, results in accuracies(of_task).items():
+        good, rows = of_task[0].task.good_distance, accuracies(of_task)
+        if rows:
+            tell(f"\n{'method':<38}{'distance':>10}{'goals reached':>15}{'spread':>10}")
+        for method, results in rows.items():
             for result in results.values():
                 near = np.mean(np.array(result["distance"], float) <= good)
                 distance, spread = result["mean_distance"], result["mean_spread"]

@@ -227,7 +227,7 @@ def test_a_task_of_one_dimension(tmp_path: Path) -> None:
     small = settings([*SMALL_QDT, "task.length=6"])
     run = whole_pipeline(tmp_path, "--task", "room", *small, target=(18.0,))
     figures = drawn(run)
-    assert set(figures) == {"search", "training", "seeds"}
+    assert set(figures) == {"search", "budget", "training", "seeds"}
     assert figures["training"].axes[0].get_title() == "distance to the goal (°C)"
     assert command("dataset", run, "--show") == 0
 

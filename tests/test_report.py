@@ -11,7 +11,14 @@ import cli
 import pgame_ls  # noqa: F401 - registers its rules
 from envs import make_task
 from machinery.files import UserError
-from machinery.gather import Found, accuracies, read_result, search_curves, training_curves
+from machinery.gather import (
+    Found,
+    accuracies,
+    print_accuracies,
+    read_result,
+    search_curves,
+    training_curves,
+)
 from machinery.report import accuracy_rows, figures, write_report
 from machinery.runs import write_plan
 from machinery.tables import (
@@ -140,6 +147,14 @@ def test_episodes_that_diverged_are_told():
     result = {"repertoire": measured(1) | {"diverged": 3}}
     ((name, *_),) = accuracy_table("point-omni", [found("me", 0, accuracy=result)]).rows
     assert name == "ME (3 episodes diverged)"
+
+
+def test_a_run_that_asked_for_no_goal_yet_prints_no_table(capsys: pytest.CaptureFixture[str]):
+    print_accuracies({"point-omni": [found("me", 0)]})
+    assert capsys.readouterr().out == ""
+    result = {"repertoire": measured(1, 2)}
+    print_accuracies({"point-omni": [found("me", 0, accuracy=result)]})
+    assert "ME " in capsys.readouterr().out
 
 
 def test_a_repertoire_after_a_second_look_is_a_row_of_its_own():
