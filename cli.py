@@ -391,7 +391,8 @@ def reproduce(
     out = out or Path("runs") / f"reproduce-{named}"
     stages = Stages(open_run, do_search, do_dataset, do_train, do_evaluate, report_all)
     maker = Maker(out, Asked(preset, task=task, changes=changes), PLANS, stages)
-    reproduction.do_jobs(jobs, maker.is_done, maker.do, out / "times.json")
+    needed = [job for job in jobs if maker.is_needed(job)]
+    reproduction.do_jobs(needed, maker.is_done, maker.do, out / "times.json")
 
 
 def report_all(out: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from machinery.driver import tell, time_text
 from machinery.files import UserError, read_json, write_json
-from machinery.plans import Asked, Plan, Planner
+from machinery.plans import Asked, Plan, Planner, plain
 from machinery.runs import PLAN, Run, variant
 
 OWN = "own"  # a run's own model, whatever its kind
@@ -99,6 +99,31 @@ def parts() -> dict[str, Part]:
         searches = [algo for model in models if model != OWN for algo in recipes()[model].searches]
         ours[name] = Part(("accuracy",), models, tuple(dict.fromkeys(searches)))
     return named | ours
+
+
+def dataset_like(name: str | None, plan: Mapping[str, Any]) -> str | None:
+    """The first dataset with the settings of this one, beginning with the run's own (None).
+
+    What differs with one plan is the same with another, which may not filter or add noise anyway.
+    """
+
+    def settings(name: str | None) -> dict[str, Any]:
+        fields = datasets()[name] if name else {}
+        return plan["dataset"] | {n: None if x == "none" else x for n, x in fields.items()}
+
+    return next(other for other in (None, *datasets()) if settings(other) == settings(name))
+
+
+def model_like(name: str, plan: Mapping[str, Any]) -> str:
+    """The first model with the settings of this one, beginning with the run's own."""
+
+    def settings(name: str) -> tuple[str | None, dict[str, Any]]:
+        if name == OWN:
+            return None, plan["train"]
+        recipe = recipes()[name]
+        return dataset_like(recipe.dataset, plan), plan["train"] | {"model": "qdt"} | recipe.train
+
+    return next(other for other in (OWN, *recipes()) if settings(other) == settings(name))
 
 
 def all_searches() -> list[str]:
@@ -260,6 +285,14 @@ class Maker:
     def plan(self, job: Job) -> Plan:
         return self.plans.asked(replace(self.asked, algo=job.algo, seed=job.seed))
 
+    def is_needed(self, job: Job) -> bool:
+        """Whether it makes something that no other job makes."""
+        if job.stage == "dataset" and job.what:
+            return dataset_like(job.what, plain(self.plan(job))) == job.what
+        if job.stage == "train":
+            return model_like(job.what, plain(self.plan(job))) == job.what
+        return True
+
     def is_done(self, job: Job) -> bool:
         """Whether its result is there. A run that was made with another plan is refused."""
         directory = self.directory(job)
@@ -296,7 +329,8 @@ class Maker:
             recipe = recipes()[job.what]
             fields = {"model": "qdt"} | recipe.train
             name = job.what.removeprefix(fields["model"]).removeprefix("-")
-            self.stages.train(run, {"train": as_text(fields)}, name or None, recipe.dataset)
+            shown = dataset_like(recipe.dataset, plain(run.plan))
+            self.stages.train(run, {"train": as_text(fields)}, name or None, shown)
 
 
 def as_text(fields: dict[str, Any]) -> dict[str, str]:

@@ -21,7 +21,7 @@ from machinery.gather import (
     paper,
     reachable_goals,
 )
-from machinery.reproduction import OWN, tables
+from machinery.reproduction import OWN, model_like, tables
 from machinery.statistics import (
     Estimate,
     difference_text,
@@ -242,20 +242,26 @@ def judge(difference: Estimate, lower_is_better: bool) -> str:
 
 
 def variant_tables(task: str, runs: Sequence[Found]) -> list[Table]:
-    """One change at a time, each row beside the one that it is compared with."""
+    """One change at a time, each row beside the one that it is compared with.
+
+    What changes nothing with the settings of these runs is left out.
+    """
     everything = accuracies(runs, wanted=lambda directory: not is_pruned(directory))
     made = []
     for name, table in tables().items():
         rows = []
         for run in {run.method: run for run in runs}.values():
+            like = {row.model: model_like(row.model, run.plan) for row in table.rows}
             name_of = lambda model, run=run: run.model_name(  # noqa: E731
                 run.plan["train"]["model"] if model == OWN else model
             )
-            results = {row.model: everything.get(name_of(row.model), {}) for row in table.rows}
-            if not any(results[row.model] for row in table.rows if row.model != OWN):
+            results = {
+                row.model: everything.get(name_of(like[row.model]), {}) for row in table.rows
+            }
+            if not any(results[row.model] for row in table.rows if like[row.model] != OWN):
                 continue
             for row in table.rows:
-                if not results[row.model]:
+                if not results[row.model] or (row.against and like[row.model] == like[row.against]):
                     continue
                 distance = _column(results[row.model], "mean_distance")
                 base = _column(results.get(row.against or "", {}), "mean_distance")

@@ -39,8 +39,8 @@ from machinery.tables import (
 from me_ls import RULES
 
 
-def found(algo: str, seed: int, **results: Any) -> Found:
-    plan, rule = cli.PLANS.asked(cli.Asked("tiny", None, None, algo, seed, {})), RULES[algo]
+def found(algo: str, seed: int, preset: str = "tiny", **results: Any) -> Found:
+    plan, rule = cli.PLANS.asked(cli.Asked(preset, None, None, algo, seed, {})), RULES[algo]
     task, titles = make_task(plan.task), {"qdt": "QDT", "mlp": "MLP"}
     plans = cli.plain(plan), cli.paper_plan(plan)
     about = plans[0], task, rule.title, rule.colour, titles, plans[1]
@@ -253,6 +253,7 @@ def test_a_variant_is_compared_with_what_it_differs_from_in_one_thing():
         found(
             "me-ls",
             seed,
+            "laptop",
             accuracy={"repertoire": measured(9.0)}
             | {
                 name: measured(x + 0.01 * seed * (name == "qdt-paper")) for name, x in names.items()
@@ -260,8 +261,8 @@ def test_a_variant_is_compared_with_what_it_differs_from_in_one_thing():
         )
         for seed in range(3)
     ]
-    tables = {table.name: table for table in variant_tables("point-omni", runs)}
-    ladder = tables["ladder-point-omni"].rows
+    tables = {table.name: table for table in variant_tables("halfcheetah-uni", runs)}
+    ladder = tables["ladder-halfcheetah-uni"].rows
     assert [row[0] for row in ladder] == [
         "QDT(ME-LS, paper)",
         "QDT(ME-LS, paper-tokens)",
@@ -270,10 +271,26 @@ def test_a_variant_is_compared_with_what_it_differs_from_in_one_thing():
     assert ladder[0][5:] == ["–", "–", "–", "–"]
     assert ladder[1][5:7] == ["QDT(ME-LS, paper)", "-1.01"] and ladder[1][-1] == "nearer"
     # Compared with qdt-paper-typical and qdt-unfiltered, which were not made.
-    assert ladder[2][5:] == tables["demonstrations-point-omni"].rows[1][5:] == ["–", "–", "–", "–"]
-    assert not tables["conditioning-point-omni"].rows
-    rows = [row[0] for row in accuracy_table("point-omni", runs).rows]
+    assert (
+        ladder[2][5:]
+        == tables["demonstrations-halfcheetah-uni"].rows[1][5:]
+        == ["–", "–", "–", "–"]
+    )
+    assert not tables["conditioning-halfcheetah-uni"].rows
+    rows = [row[0] for row in accuracy_table("halfcheetah-uni", runs).rows]
     assert rows == ["ME-LS", "QDT(ME-LS)"]  # variants have tables of their own
+
+
+def test_a_variant_that_changes_nothing_is_left_out():
+    """With the tiny preset only the size of a batch differs from the paper's recipe."""
+    results = {
+        "repertoire": measured(9.0),
+        "qdt": measured(1.0),
+        "qdt-paper-bounded": measured(2.0),
+    }
+    tables = variant_tables("point-omni", [found("me-ls", 0, accuracy=results)])
+    ladder = next(table for table in tables if table.name == "ladder-point-omni").rows
+    assert [row[0] for row in ladder] == ["QDT(ME-LS, paper)", "QDT(ME-LS, paper-beginnings)"]
 
 
 def test_reassessment_shows_both_repertoires_beside_the_papers():

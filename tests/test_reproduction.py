@@ -1,5 +1,6 @@
 """What is made for the tables and figures: the table of variants, and the list of jobs."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,16 @@ from evaluate import EXPERIMENTS
 from machinery import machine, reproduction
 from machinery.config import presets
 from machinery.files import UserError, read_checksum
-from machinery.reproduction import Job, do_jobs, parse_seeds, plan_jobs, recipes, time_left
+from machinery.reproduction import (
+    Job,
+    dataset_like,
+    do_jobs,
+    model_like,
+    parse_seeds,
+    plan_jobs,
+    recipes,
+    time_left,
+)
 from me_ls import RULES
 
 
@@ -80,6 +90,22 @@ def test_the_papers_recipe_is_the_papers() -> None:
     sizes |= {"train.beginning_steps"}  # of which there are none
     assert ours["train.beginnings"] == 0
     assert {name for name in ours if ours[name] != paper[name]} == sizes
+
+
+def kept(models: Iterable[str], task: str) -> list[str]:
+    """Those that are not the same as an earlier one with the laptop's plan of a task."""
+    plan = cli.plain(cli.PLANS.asked(cli.Asked("laptop", task=task)))
+    return [name for name in models if model_like(name, plan) == name]
+
+
+def test_what_changes_nothing_is_not_made_twice() -> None:
+    """Ant's demonstrators are not chosen to be alike: that step of the ladder is the one before it."""
+    assert kept(recipes(), "halfcheetah-uni") == [*recipes()]
+    assert {*recipes()} - {*kept(recipes(), "ant-omni")} == {"qdt-paper-noise"}
+    rows = {"qdt-paper-noise", "qdt-paper-alike"}
+    plan = cli.plain(cli.PLANS.asked(cli.Asked("laptop", task="ant-omni")))
+    assert len({model_like(name, plan) for name in rows}) == 1
+    assert dataset_like("best", plan) is None and dataset_like("quiet", plan) == "quiet"
 
 
 def test_what_the_file_names_is_there() -> None:
@@ -186,8 +212,8 @@ def test_the_time_left_is_what_jobs_of_the_same_kind_took() -> None:
 # --- the command ----------------------------------------------------------------------------------
 
 SMALL = [
-    "search.steps=30000", "dataset.trajectories=64", "dataset.zones=8", "train.epochs=1",
-    "train.evaluate_every=1", "train.goal_episodes=1", "train.layers=1", "train.width=8",
+    "search.steps=30000", "dataset.trajectories=64", "dataset.zones=8", "dataset.typical=true",
+    "train.epochs=1", "train.evaluate_every=1", "train.goal_episodes=1", "train.layers=1", "train.width=8",
 ]  # fmt: skip
 
 
