@@ -311,7 +311,7 @@ def build(
         stored, progress = 0, None
         for number in itertools.count():
             if not _is_intact(directory, number, meta):
-                progress = progress or Progress("dataset", wanted, stored)
+                progress = progress or Progress("dataset", wanted)
                 played = play_shard(task, members, meta, number)
                 shard = write_shard(directory, number, *to_store(*played, meta, wanted - stored))
                 shards = [*meta.shards[:number], shard, *meta.shards[number + 1 :]]

@@ -63,7 +63,7 @@ def drive(
     state = replicate(state)
     stage.rewind_metrics(before=start)
     show_line(f"{title:<11} getting ready; the first time on a machine, programs are compiled")
-    progress = Progress(title, total, start)
+    progress = Progress(title, total)
     saved_at = logged_at = time.monotonic()
     logged, shown = start, {}
 
@@ -135,11 +135,15 @@ def stop_requested() -> bool:
 
 
 class Progress:
-    """One line that keeps moving: what is done, how it goes, and the time left."""
+    """One line that keeps moving: what is done, how it goes, and the time left.
 
-    def __init__(self, title: str, total: int, done: int = 0):
-        self.title, self.total, self.first = title, total, done
+    The first line comes after programs were compiled: how fast it goes is measured from there.
+    """
+
+    def __init__(self, title: str, total: int):
+        self.title, self.total = title, total
         self.started = time.monotonic()
+        self.first: tuple[int, float] | None = None  # what was done by the first line, and when
         self.last_shown = -math.inf
 
     def due(self, done: int) -> bool:
@@ -149,13 +153,14 @@ class Progress:
 
     def update(self, done: int, **values: Any) -> None:
         now = self.last_shown = time.monotonic()
-        elapsed = now - self.started
-        rate = (done - self.first) / elapsed if elapsed > 0 else 0
-        left = time_text((self.total - done) / rate) if rate > 0 else "?"
+        self.first = self.first or (done, now)
+        newly, seconds = done - self.first[0], now - self.first[1]
         filled = int(16 * done / max(self.total, 1))
         shown = "  ".join(f"{name} {_number_text(v)}" for name, v in values.items())
         line = f"{self.title:<11} {'█' * filled}{'·' * (16 - filled)} {done}/{self.total}  {shown}"
-        line += f"  {time_text(elapsed)} + {left} left"
+        line += f"  {time_text(now - self.started)}"
+        if newly:
+            line += f" + {time_text((self.total - done) * seconds / newly)} left"
         show_line(line)
 
     def close(self) -> None:

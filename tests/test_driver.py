@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -210,12 +211,18 @@ def test_times_are_read_at_a_glance(seconds: float, text: str) -> None:
     assert driver.time_text(seconds) == text
 
 
-def test_a_progress_that_begins_late_estimates_from_what_it_did_itself(
-    capsys: pytest.CaptureFixture[str],
+def test_the_time_left_leaves_out_what_came_before_the_first_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    progress = Progress("late", total=100, done=90)
-    progress.started -= 10.0  # ten seconds ago
+    """Steps that an earlier process did, and the compilation that the first step waits for."""
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    progress = Progress("late", total=100)
+    now = 60.0
+    progress.update(90)
+    assert capsys.readouterr().err.rstrip().endswith("1:00")
+    now = 70.0
     progress.update(95, loss=0.12345678, steps=12_345)
     line = capsys.readouterr().err
     assert "loss 0.1235" in line and "steps 12,345" in line
-    assert "0:10 + 0:10 left" in line
+    assert "1:10 + 0:10 left" in line
