@@ -119,10 +119,14 @@ def gather(runs: Iterable[Found], methods: Sequence[str]) -> dict[str, list[Foun
 
 def refuse_mixtures(runs: Sequence[Found]) -> None:
     """All runs of a task play the same episodes; those of a method differ in their seed alone."""
-    first: dict[str, Found] = {}
+    first: dict[tuple[str, str], Found] = {}  # by what is averaged, and the section behind it
     for run in runs:
-        twin = first.setdefault(run.method, run)
-        for other, section in ((runs[0], "task"), (twin, "search")):
+        model = run.plan["train"]["model"]
+        behind = [(run.method, "search")]
+        if model in run.training:
+            behind += [(run.model_name(model), section) for section in ("dataset", "train")]
+        twins = [(first.setdefault(key, run), key[1]) for key in behind]
+        for other, section in [(runs[0], "task"), *twins]:
             a, b = ({section: r.plan[section]} for r in (other, run))
             if difference := describe_difference(a, b):
                 raise UserError(

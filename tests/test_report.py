@@ -82,6 +82,23 @@ def test_a_mean_over_seeds_is_of_seeds_alone(tmp_path: Path, other: dict, compla
         cli.found_runs([tmp_path])
 
 
+def train(directory: Path) -> None:
+    """The beginning of a training, as far as the report reads it."""
+    (directory / "qdt").mkdir()
+    (directory / "qdt" / "metrics.jsonl").write_text("")
+
+
+@pytest.mark.parametrize("section", [{"train": {"width": "8"}}, {"dataset": {"zones": "9"}}])
+def test_a_mean_over_models_is_of_one_recipe(tmp_path: Path, section: dict):
+    write_run(tmp_path / "a", "me", seed=0)
+    write_run(tmp_path / "b", "me", seed=1, **section)
+    train(tmp_path / "a")
+    assert cli.found_runs([tmp_path])  # b has no model, so its plan for one does not count
+    train(tmp_path / "b")
+    with pytest.raises(UserError, match="do not belong into one table"):
+        cli.found_runs([tmp_path])
+
+
 def test_budgets_of_different_methods_may_differ(tmp_path: Path):
     write_run(tmp_path / "a", "me", seed=0)
     write_run(tmp_path / "b", "me-ls", seed=0, search={"steps": "9"}, train={"width": "8"})
