@@ -52,6 +52,10 @@ class Found:
     def seed(self) -> int:
         return self.plan["seed"]
 
+    def is_made(self, section: str) -> bool:
+        """Whether something is there that was made by this section of the plan."""
+        return section in ("task", "search") or self.plan["train"]["model"] in self.training
+
     def model_name(self, directory: str) -> str:
         """`qdt-naive` of an ME-LS run is QDT(ME-LS, naive)."""
         kinds = [kind for kind in self.titles if f"{directory}-".startswith(f"{kind}-")]
@@ -121,11 +125,9 @@ def refuse_mixtures(runs: Sequence[Found]) -> None:
     """All runs of a task play the same episodes; those of a method differ in their seed alone."""
     first: dict[tuple[str, str], Found] = {}  # by what is averaged, and the section behind it
     for run in runs:
-        model = run.plan["train"]["model"]
-        behind = [(run.method, "search")]
-        if model in run.training:
-            behind += [(run.model_name(model), section) for section in ("dataset", "train")]
-        twins = [(first.setdefault(key, run), key[1]) for key in behind]
+        behind = [(run.method, "search"), *((main_model(run), s) for s in ("dataset", "train"))]
+        made = [key for key in behind if run.is_made(key[1])]
+        twins = [(first.setdefault(key, run), key[1]) for key in made]
         for other, section in [(runs[0], "task"), *twins]:
             a, b = ({section: r.plan[section]} for r in (other, run))
             if difference := describe_difference(a, b):

@@ -6,6 +6,7 @@ The page opens without a network. Reads in this order: figures, the page.
 
 import base64
 import html
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,7 +35,7 @@ Drawn = dict[str, tuple[str, Figure]]  # by file name: caption and figure
 
 
 def figures(task_name: str, runs: Sequence[Found]) -> Drawn:
-    """Of everything that is there. Maps and paths show the first seed that has them, and say which."""
+    """Of everything that is there. Maps and paths show one seed, and say which."""
     drawn = draw_curves(runs) | draw_points(task_name, runs)
     if runs[0].task.descriptor_size == 2:
         drawn |= draw_maps(runs) | draw_again(runs) | draw_generalization(runs)
@@ -166,15 +167,17 @@ def draw_maps(runs: Sequence[Found]) -> Drawn:
 def accuracy_rows(runs: Sequence[Found]) -> list[list[plots.Panel | None]]:
     """Repertoires in the first row, below each the models that learned from it, each kind in a row.
 
-    Where the descriptor is a place, the first row ends with what a policy is that does not move.
+    All are of the seed of which most is there, as far as they have it. Where the descriptor is a place, the
+    first row ends with what a policy is that does not move.
     """
-    first: dict[str, Found] = {}
-    for run in runs:
-        if "accuracy" in run.results:
-            first.setdefault(run.method, run)
-    columns = list(first.values())
-    if not columns:
+    measured = [run for run in runs if "accuracy" in run.results]
+    if not measured:
         return []
+    most = Counter(run.seed for run in measured for _ in run.results["accuracy"])
+    shown: dict[str, Found] = {}
+    for run in sorted(measured, key=lambda run: (-most[run.seed], run.seed)):
+        shown.setdefault(run.method, run)
+    columns = [shown[method] for method in dict.fromkeys(run.method for run in measured)]
 
     def panel(run: Found, entry: str, name: str) -> plots.Panel | None:
         result = run.results["accuracy"].get(entry)

@@ -57,7 +57,7 @@ def departures(runs: Sequence[Found], *sections: str) -> str:
     """The settings that are not the paper's, with the paper's in brackets."""
     found: dict[str, tuple[set[str], str]] = {}
     for run in runs:
-        for section in sections:
+        for section in filter(run.is_made, sections):
             theirs = run.paper[section]
             for name, value in run.plan[section].items():
                 if name in theirs and value != theirs[name]:

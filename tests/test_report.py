@@ -144,7 +144,10 @@ def test_a_caption_says_what_is_not_the_papers_way():
     note = departures([found("me", 0)], "task", "search")
     assert "task.length 30 (250)" in note and "search.hidden 32×32 (256×256)" in note
     assert "search.line_sigma" not in note
-    paper = replace(found("me", 0), plan=found("me", 0).paper)
+    trained = replace(found("me", 0), training={"qdt": []})
+    assert "train.width 32 (256)" in departures([trained], "train")
+    assert "train.width" not in departures([found("me", 0)], "train")
+    paper = replace(trained, plan=trained.paper)
     assert departures([paper], "task", "search", "train") == "Made with the paper's settings."
 
 
@@ -442,6 +445,23 @@ def test_models_are_drawn_below_what_they_learned_from():
         ["QDT(ME), seed 0\nmean 1.5", None],
         [None, "MLP(ME-LS), seed 0\nmean 5"],
     ]
+
+
+def test_maps_are_of_the_seed_of_which_most_is_there():
+    goals = {"goals": [[0, 3], [0, 1]]}
+    repertoire = {"repertoire": measured(1, 2) | goals}
+    both = repertoire | {"qdt": measured(1, 2) | goals}
+    runs = [
+        found("me", 0, accuracy=repertoire),
+        found("me", 1, accuracy=both),
+        found("me-sampling", 2, accuracy=repertoire),
+        found("me-ls", 0, accuracy=repertoire),
+        found("me-ls", 1, accuracy=repertoire),
+    ]
+    seeds = [panel.title.split("\n")[0] for row in accuracy_rows(runs) for panel in row if panel]
+    assert seeds == [
+        "ME, seed 1", "ME-Sampling, seed 2", "ME-LS, seed 1", "standing still", "QDT(ME), seed 1",
+    ]  # fmt: skip
 
 
 def test_the_page_begins_with_the_findings_and_every_table_says_what_better_means(tmp_path: Path):
