@@ -21,7 +21,7 @@ from machinery.config import describe_difference
 from machinery.driver import tell
 from machinery.files import UserError, read_json
 from machinery.reproduction import OWN, tables
-from machinery.runs import read_metrics
+from machinery.runs import read_metrics, read_stage_config, variant
 
 
 @functools.cache
@@ -47,6 +47,7 @@ class Found:
     results: dict[str, Any] = field(default_factory=dict)
     metrics: list[dict[str, Any]] = field(default_factory=list)
     training: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    recipes: dict[str, dict[str, Any]] = field(default_factory=dict)  # of all models
 
     @property
     def seed(self) -> int:
@@ -71,7 +72,17 @@ def with_results(run: Found) -> Found:
     logs = {path.parent.name: path for path in sorted(run.directory.glob("*/metrics.jsonl"))}
     metrics = {name: read_metrics(path) for name, path in logs.items()}
     search = metrics.pop("search", [])
-    return replace(run, results=results, metrics=search, training=metrics)
+    recipes = {name: read_recipe(run.directory / name) for name in metrics}
+    return replace(run, results=results, metrics=search, training=metrics, recipes=recipes)
+
+
+def read_recipe(directory: Path) -> dict[str, Any]:
+    """All that a model was made with, but for its seed."""
+    config = read_stage_config(directory)
+    data = directory.with_name(variant("dataset", config.get("dataset")))
+    is_ours = (data / "config.json").exists()  # and was not imported
+    shown = read_stage_config(data).get("dataset") if is_ours else None
+    return {"dataset": shown, "train": config.get("train"), "prune": config.get("prune")}
 
 
 ACCURACY = {n: {} for n in ("goals", "distance", "mean_distance", "mean_spread", "diverged")}
@@ -123,17 +134,18 @@ def gather(runs: Iterable[Found], methods: Sequence[str]) -> dict[str, list[Foun
 
 def refuse_mixtures(runs: Sequence[Found]) -> None:
     """All runs of a task play the same episodes; those of a method differ in their seed alone."""
-    first: dict[tuple[str, str], Found] = {}  # by what is averaged, and the section behind it
+    first: dict[str, tuple[Path, dict[str, Any]]] = {}  # by what is averaged: who came first
     for run in runs:
-        behind = [(run.method, "search"), *((main_model(run), s) for s in ("dataset", "train"))]
-        made = [key for key in behind if run.is_made(key[1])]
-        twins = [(first.setdefault(key, run), key[1]) for key in made]
-        for other, section in [(runs[0], "task"), *twins]:
-            a, b = ({section: r.plan[section]} for r in (other, run))
-            if difference := describe_difference(a, b):
+        made_with = {
+            "the task": {"task": run.plan["task"]},
+            run.method: {"search": run.plan["search"]},
+            **{run.model_name(name): recipe for name, recipe in run.recipes.items()},
+        }
+        for name, settings in made_with.items():
+            other, theirs = first.setdefault(name, (run.directory, settings))
+            if difference := describe_difference(theirs, settings):
                 raise UserError(
-                    f"{other.directory} and {run.directory} do not belong into one table: "
-                    f"{difference}."
+                    f"{other} and {run.directory} do not belong into one table: {difference}."
                 )
     for a, b in pairwise(runs):
         if (a.method, a.seed) == (b.method, b.seed):

@@ -128,8 +128,8 @@ def accuracy_table(task: str, runs: Sequence[Found]) -> Table:
         f"Accuracy on {task} (table 1)",
         head,
         rows,
-        f"{SEEDS} {LOWER} A goal counts as reached if the mean of its ten episodes ends within "
-        f"{good:.3g}, a distance that the paper calls good; higher is better. "
+        f"{SEEDS} {LOWER} A goal counts as reached if its ten episodes end, on average, no "
+        f"farther than {good:.3g} from it, a distance that the paper calls good; higher is better. "
         "“Chosen after re-evaluation”: all policies of a repertoire play ten more episodes, and the one "
         "that ends nearest is taken for each goal. "
         + departures(runs, "task", "search", "dataset", "train"),

@@ -82,20 +82,23 @@ def test_a_mean_over_seeds_is_of_seeds_alone(tmp_path: Path, other: dict, compla
         cli.found_runs([tmp_path])
 
 
-def train(directory: Path) -> None:
+def train(directory: Path, name: str, train: dict[str, Any], dataset: dict[str, Any]) -> None:
     """The beginning of a training, as far as the report reads it."""
-    (directory / "qdt").mkdir()
-    (directory / "qdt" / "metrics.jsonl").write_text("")
+    for stage, config in (("dataset", {"dataset": dataset}), (name, {"train": train})):
+        (directory / stage).mkdir()
+        (directory / stage / "config.json").write_text(json.dumps({"config": config}))
+    (directory / name / "metrics.jsonl").write_text("")
 
 
-@pytest.mark.parametrize("section", [{"train": {"width": "8"}}, {"dataset": {"zones": "9"}}])
-def test_a_mean_over_models_is_of_one_recipe(tmp_path: Path, section: dict):
+@pytest.mark.parametrize("name", ["qdt", "qdt-wide", "mlp"])
+@pytest.mark.parametrize("changed", [({"width": 8}, {"zones": 50}), ({"width": 9}, {"zones": 5})])
+def test_a_mean_over_models_is_of_one_recipe(tmp_path: Path, name: str, changed: tuple):
     write_run(tmp_path / "a", "me", seed=0)
-    write_run(tmp_path / "b", "me", seed=1, **section)
-    train(tmp_path / "a")
+    write_run(tmp_path / "b", "me", seed=1, train={"width": "8"})
+    train(tmp_path / "a", name, {"width": 9}, {"zones": 50})
     assert cli.found_runs([tmp_path])  # b has no model, so its plan for one does not count
-    train(tmp_path / "b")
-    with pytest.raises(UserError, match="do not belong into one table"):
+    train(tmp_path / "b", name, *changed)
+    with pytest.raises(UserError, match=r"a and .*b do not belong into one table: (train|dataset)"):
         cli.found_runs([tmp_path])
 
 
@@ -137,7 +140,7 @@ def test_accuracy_is_mean_deviation_and_interval_over_seeds_beside_the_papers():
          "0.6 ± 0.28 [-1.94, 3.14]", "0.1545 ± 0.0045"],
         ["QDT(ME)", "1", "0.15", "0.12 ± 0", "100", "0.3", "0.13 ± 0"],
     ]  # fmt: skip
-    assert "lower is better" in table.note and "within 0.2" in table.note
+    assert "lower is better" in table.note and "no farther than 0.2" in table.note
 
 
 def test_a_caption_says_what_is_not_the_papers_way():
