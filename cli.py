@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from itertools import pairwise
@@ -60,7 +61,7 @@ from machinery import (
 )
 from machinery.demand import Cast, Setting
 from machinery.driver import Stopped, drive, tell, time_text
-from machinery.files import UserError, save_arrays, write_json, write_safely
+from machinery.files import UserError, lock, save_arrays, write_json, write_safely
 from machinery.gather import Found, gather, print_accuracies, with_results
 from machinery.options import RegistryCommand, flag, join_cluster, join_target
 from machinery.plans import STAGES, Asked, Changes, Plan, Planner, changes_of, plain
@@ -200,9 +201,13 @@ def do_train(
     data_name: str | None = None,
     prune: str | None = None,
 ) -> ConditionedPolicy:
+    """With `prune`, for as many steps as on the whole dataset: less is shown, not learned."""
     with begin_stage(run, "train", name, changes) as run:
         plan, config = run.plan, run.plan.train
         data = run.dataset(data_name)
+        if prune:
+            whole = Training(run.task, config, data, plan.seed)
+            config = replace(config, steps_per_epoch=whole.steps_per_epoch)
         directory = run.directory / variant(config.model, name)
         about = {"train": config, "dataset": data_name, "prune": prune, "seed": plan.seed}
         with open_stage(directory, about) as stage:
@@ -231,24 +236,23 @@ def do_train(
 
 def do_evaluate(run: Run, experiment: str) -> dict[str, Any]:
     """Runs an experiment and writes RUN/evaluation/EXPERIMENT.json."""
-    pruned = experiment == "generalize"
-    result = generalize(run) if pruned else EXPERIMENTS[experiment](run.subject(experiment))
-    write_json(run.result_path(experiment), {"inputs": run.inputs(experiment), "result": result})
+    if experiment == "generalize":
+        result, inputs = generalize(run), run.inputs(experiment)  # it trains models
+    else:
+        subject, inputs = run.subject(experiment), run.inputs(experiment)  # as they are now
+        result = EXPERIMENTS[experiment](subject)
+    write_json(run.result_path(experiment), {"inputs": inputs, "result": result})
     for line in summary(experiment, result):
         tell(f"{run.plan.search.algo}, {line}")
     return result
 
 
 def generalize(run: Run) -> dict[str, Any]:
-    """Section 5.3: models of pruned datasets, trained here where they are missing.
-
-    All of them learn for as many steps as the model of the whole dataset: less is shown, not learned.
-    """
+    """Section 5.3: models of pruned datasets, trained here where they are missing."""
     data, subject, result = run.dataset(), run.subject("reassess"), {}
     whole = Training(run.task, run.plan.train, data, run.plan.seed)
-    as_long = {"train": {"steps_per_epoch": str(whole.steps_per_epoch)}}
     for how in (None, *datasets.PRUNINGS):
-        model = do_train(run, as_long if how else {}, name=how, prune=how)
+        model = do_train(run, {}, name=how, prune=how)
         view = datasets.prune(data, how, seed=run.plan.seed) if how else None
         counts, _ = datasets.density(data, view=view)
         removed = datasets.empty_boxes(data, how or "nothing")
@@ -269,6 +273,8 @@ def found_runs(directories: Sequence[Path]) -> dict[str, list[Found]]:
     found = []
     for place in places.values():
         run = open_run(place)
+        if run.is_pretrained:
+            raise UserError(f"{place} is a pretrained model: its card has its numbers.")
         rule = RULES[run.plan.search.algo]
         theirs = paper_plan(run.plan)
         about = Found(place, plain(run.plan), run.task, rule.title, rule.colour, titles, theirs)
@@ -392,7 +398,8 @@ def reproduce(
     stages = Stages(open_run, do_search, do_dataset, do_train, do_evaluate, report_all)
     maker = Maker(out, Asked(preset, task=task, changes=changes), PLANS, stages)
     needed = [job for job in jobs if maker.is_needed(job)]
-    reproduction.do_jobs(needed, maker.is_done, maker.do, out / "times.json")
+    with lock(out):
+        reproduction.do_jobs(needed, maker.is_done, maker.do, out / "times.json")
 
 
 def report_all(out: Path) -> None:
@@ -487,6 +494,8 @@ def train(
     """Stage 3: the Quality-Diversity Transformer learns from the dataset."""
     join_cluster(distributed, coordinator, num_processes, process_id)
     changes = changes_of(set_, ["train"])
+    if naive and data not in (None, "naive"):
+        raise UserError(f"--naive is --dataset naive; --dataset {data} does not go with it.")
     data = data or ("naive" if naive else None)
     how = str(prune) if prune else None
     name = name or "-".join(part for part in (data, how) if part) or None
@@ -689,11 +698,11 @@ def report(
     ] = None,
 ) -> None:
     """Tables and figures of many runs, beside the paper's, in one page."""
+    if fill is not None and not fill.is_file():
+        raise UserError(f"there is no page {fill}.")
     found = found_runs(runs)
     print(f"The report is {write_report(found, out)}.")
     if fill is not None:
-        if not fill.is_file():
-            raise UserError(f"there is no page {fill}.")
         filled = quotes.fill(fill.read_text(), fill.parent, found)
         with write_safely(fill) as file:
             file.write(filled.encode())

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from machinery.driver import tell, time_text
 from machinery.files import UserError, read_json, write_json
 from machinery.plans import Asked, Plan, Planner, plain
-from machinery.runs import PLAN, Run, variant
+from machinery.runs import PLAN, Run, read_stage_config, variant
 
 OWN = "own"  # a run's own model, whatever its kind
 
@@ -158,7 +158,6 @@ class Job:
     algo: str = ""
     seed: int = 0
     what: str = ""
-    needs: tuple["Job", ...] = ()
 
     @property
     def title(self) -> str:
@@ -175,7 +174,7 @@ class Job:
 def plan_jobs(
     seeds: Sequence[int], only: Iterable[str] = (), searches: Iterable[str] = ()
 ) -> list[Job]:
-    """All that the parts need, everything after what it needs; the report comes last.
+    """All that the parts need, seed by seed, everything after what it needs; the report comes last.
 
     `searches`: these alone, where not all of them are wanted.
     """
@@ -188,7 +187,7 @@ def plan_jobs(
     jobs = [job for seed in seeds for job in _jobs_of_seed(seed, chosen, algos)]
     if not jobs:
         raise UserError(f"what is to be made needs no {' or '.join(searches)}: see --only.")
-    return [*jobs, Job("report", needs=tuple(jobs))]
+    return [*jobs, Job("report")]
 
 
 def _jobs_of_seed(seed: int, chosen: Sequence[Part], algos: Sequence[str]) -> list[Job]:
@@ -198,23 +197,17 @@ def _jobs_of_seed(seed: int, chosen: Sequence[Part], algos: Sequence[str]) -> li
         wanted = [part for part in chosen if algo in (part.searches or content()["searches"])]
         if not wanted:
             continue
-        search = Job("search", algo, seed)
-        stages["search"].append(search)
+        stages["search"].append(Job("search", algo, seed))
         models = {model for part in wanted for model in part.models}
-        trained: list[Job] = []
         if models and algo in content()["taught"]:
             made = {n: r for n, r in recipes().items() if n in models and algo in r.searches}
-            names = dict.fromkeys([None, *(recipe.dataset for recipe in made.values())])
-            data = {name: Job("dataset", algo, seed, name or "", (search,)) for name in names}
-            own = Job("train", algo, seed, OWN, (data[None],))
+            data = dict.fromkeys(["", *(recipe.dataset or "" for recipe in made.values())])
+            stages["dataset"] += [Job("dataset", algo, seed, name) for name in data]
             # A run's own model comes first: it settles what the run's plan says about models.
-            others = [Job("train", algo, seed, n, (data[r.dataset], own)) for n, r in made.items()]
-            trained = [own, *others]
-            stages["dataset"] += data.values()
-            stages["train"] += trained
+            stages["train"] += [Job("train", algo, seed, name) for name in (OWN, *made)]
         experiments = {experiment for part in wanted for experiment in part.experiments}
         stages["evaluate"] += [
-            Job("evaluate", algo, seed, experiment, (search, *trained))
+            Job("evaluate", algo, seed, experiment)
             for experiment, whose in content()["experiments"].items()
             if experiment in experiments and algo in whose
         ]
@@ -233,13 +226,17 @@ def do_jobs(
     """Does what is not done, in order, and says what is done, what is running, what is left and how long.
 
     How long jobs of each kind took is kept in `times`: the time left is what those of the same kind took.
+    Whether a job is done is asked again when its turn comes: a new model makes experiments stale.
     """
     known: dict[str, float] = read_json(times) if times.exists() else {}
-    left = [job for job in jobs if not is_done(job)]
-    tell(f"{len(jobs) - len(left)} of {len(jobs)} jobs are done.")
-    for i, job in enumerate(left):
-        number = len(jobs) - len(left) + i + 1
-        tell(f"\n[{number}/{len(jobs)}] {job.title}; {time_left(left[i:], known)} left")
+    were_done = [is_done(job) for job in jobs]
+    tell(f"{sum(were_done)} of {len(jobs)} jobs are done.")
+    for i, job in enumerate(jobs):
+        if is_done(job):
+            continue
+        later = zip(jobs[i + 1 :], were_done[i + 1 :], strict=True)
+        left = [job, *(other for other, was_done in later if not was_done)]
+        tell(f"\n[{i + 1}/{len(jobs)}] {job.title}; {time_left(left, known)} left")
         began = time.monotonic()
         do(job)
         known[job.kind] = round(time.monotonic() - began, 1)
@@ -303,11 +300,24 @@ class Maker:
                 return Run(directory, plan).repertoire_path.exists()
         run = Run(directory, self.plans.stored(directory))
         if job.stage == "dataset":
-            return (directory / variant("dataset", job.what) / "meta.json").exists()
+            made = directory / variant("dataset", job.what)
+            return (made / "meta.json").exists() and self.is_as_planned(run, job, made)
         if job.stage == "train":
             name = run.plan.train.model if job.what == OWN else job.what
-            return name in run.model_paths()
+            return name in run.model_paths() and self.is_as_planned(run, job, directory / name)
         return run.repertoire_path.exists() and run.is_evaluated(job.what)
+
+    def is_as_planned(self, run: Run, job: Job, made: Path) -> bool:
+        """Whether what is there was made by today's recipe; if not, its stage says what differs."""
+        section = job.stage
+        planned = self.plans.make(plain(run.plan), {section: self.fields(job)})
+        return read_stage_config(made).get(section) == plain(planned)[section]
+
+    def fields(self, job: Job) -> dict[str, str]:
+        """In which a variant's dataset or training differs from the run's own."""
+        if job.stage == "dataset":
+            return as_text(datasets().get(job.what, {}))
+        return {} if job.what == OWN else as_text({"model": "qdt"} | recipes()[job.what].train)
 
     def do(self, job: Job) -> None:
         if job.stage == "search":
@@ -318,19 +328,17 @@ class Maker:
             self.do_in_run(self.stages.open_run(self.directory(job)), job)
 
     def do_in_run(self, run: Run, job: Job) -> None:
-        if job.stage == "dataset":
-            fields = datasets().get(job.what, {})
-            self.stages.dataset(run, {"dataset": as_text(fields)}, job.what or None)
-        elif job.stage == "evaluate":
+        if job.stage == "evaluate":
             self.stages.evaluate(run, job.what)
+        elif job.stage == "dataset":
+            self.stages.dataset(run, {"dataset": self.fields(job)}, job.what or None)
         elif job.what == OWN:
             self.stages.train(run, {})
         else:
-            recipe = recipes()[job.what]
-            fields = {"model": "qdt"} | recipe.train
+            fields = self.fields(job)
             name = job.what.removeprefix(fields["model"]).removeprefix("-")
-            shown = dataset_like(recipe.dataset, plain(run.plan))
-            self.stages.train(run, {"train": as_text(fields)}, name or None, shown)
+            shown = dataset_like(recipes()[job.what].dataset, plain(run.plan))
+            self.stages.train(run, {"train": fields}, name or None, shown)
 
 
 def as_text(fields: dict[str, Any]) -> dict[str, str]:

@@ -533,6 +533,8 @@ def test_generalization_trains_a_model_like_the_runs_own_on_each_pruned_dataset(
     copy: Callable[..., Path], tmp_path: Path
 ) -> None:
     directory = copy("search", "dataset", "qdt")
+    # A model that was trained beforehand is one of them.
+    assert command("train", directory, "--prune", "tiles") == 0
     assert command("evaluate", "generalize", directory) == 0
     result = read_json(directory / "evaluation" / "generalize.json")["result"]
     assert set(result) == {"all", *dataset.PRUNINGS}
@@ -560,6 +562,8 @@ def test_the_naive_variant_stands_beside_the_runs_own(
     assert command("train", directory, "--naive", "--set", "train.epochs=1") == 0
     assert list(cli.open_run(directory).model_paths()) == ["qdt", "qdt-naive"]
     capsys.readouterr()
+    assert command("train", directory, "--naive", "--dataset", "other") == 1
+    assert "--dataset other does not go with it" in capsys.readouterr().err
     assert command("dataset", directory, "--name", "naive", "--show") == 0
     assert "64 trajectories of " in capsys.readouterr().out
     assert (directory / "dataset-naive" / "density.png").exists()
@@ -592,6 +596,20 @@ def test_an_experiment_is_done_again_only_for_another_model(
     save_arrays(path, jax.tree.map(lambda x: x + 1, opened.model()))
     assert not opened.is_evaluated("accuracy") and not opened.is_evaluated("calibrate")
     assert opened.is_evaluated("reassess")  # which is about the repertoire
+
+
+def test_a_model_that_appears_while_an_experiment_plays_was_not_measured(
+    copy: Callable[..., Path], run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = copy("search", "dataset")
+
+    def measure(subject: Any) -> dict[str, Any]:
+        shutil.copytree(run / "qdt", directory / "qdt")
+        return cli.EXPERIMENTS["elsewhere"](subject)
+
+    monkeypatch.setitem(cli.EXPERIMENTS, "accuracy", measure)
+    cli.do_evaluate(cli.open_run(directory), "accuracy")
+    assert not cli.open_run(directory).is_evaluated("accuracy")
 
 
 def test_a_model_of_another_configuration_is_refused(copy: Callable[..., Path], run: Path) -> None:

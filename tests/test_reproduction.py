@@ -13,7 +13,7 @@ import pgame_ls  # noqa: F401 - registers its rules
 from evaluate import EXPERIMENTS
 from machinery import machine, reproduction
 from machinery.config import presets
-from machinery.files import UserError, read_checksum
+from machinery.files import UserError, lock, read_checksum
 from machinery.reproduction import (
     Job,
     dataset_like,
@@ -122,8 +122,15 @@ def test_what_the_file_names_is_there() -> None:
 
 def test_everything_comes_after_what_it_needs_and_the_report_last() -> None:
     jobs = plan_jobs([0, 1])
-    for i, job in enumerate(jobs):
-        assert set(job.needs) <= set(jobs[:i])
+    order = ["search", "dataset", "train", "evaluate"]
+    for seed in (0, 1):
+        stages = [order.index(job.stage) for job in jobs[:-1] if job.seed == seed]
+        assert stages == sorted(stages) and {*stages} == {0, 1, 2, 3}
+    for algo in reproduction.content()["taught"]:
+        trained = [
+            job.what for job in jobs if (job.algo, job.stage, job.seed) == (algo, "train", 0)
+        ]
+        assert trained[0] == "own"
     assert jobs[-1].stage == "report" and len(set(jobs)) == len(jobs)
     searches = [(job.seed, job.algo) for job in jobs if job.stage == "search"]
     assert searches == [(s, a) for s in (0, 1) for a in reproduction.content()["searches"]]
@@ -140,6 +147,13 @@ def test_a_part_needs_no_more_than_it_shows() -> None:
     assert {job.what for job in ladder if job.stage == "train"} == rows
     assert [job.what for job in ladder if job.stage == "dataset"] == ["", "best", "quiet", "plain"]
     assert {job.algo for job in plan_jobs([0], searches=["me"])[:-1]} == {"me"}
+    for part, algos in {
+        "figure-7": {"me-ls"},
+        "calibration": {"me-ls"},
+        "elsewhere": {"me", "me-ls", "pgame", "pgame-ls"},
+        "figure-14": {"me", "me-ls", "pgame", "pgame-ls"},
+    }.items():
+        assert {job.algo for job in plan_jobs([0], [part])[:-1]} == algos
     # What is beside the paper is made if it is asked for, and has no models.
     related = plan_jobs([0], ["related"])
     algos = [job.algo for job in related if job.stage == "search"]
@@ -148,13 +162,6 @@ def test_a_part_needs_no_more_than_it_shows() -> None:
     assert "deep-grid" not in {job.algo for job in plan_jobs([0])}
     # The paper has no QDT(ME-Sampling).
     assert not [j for j in plan_jobs([0]) if (j.algo, j.stage) == ("me-sampling", "train")]
-
-
-def test_accuracy_is_measured_once_all_models_are_there() -> None:
-    jobs = plan_jobs([0])
-    (accuracy,) = [j for j in jobs if j.kind == "me-ls evaluate accuracy"]
-    models = {j for j in jobs if (j.algo, j.stage) == ("me-ls", "train")}
-    assert models < set(accuracy.needs) and len(models) > 10
 
 
 @pytest.mark.parametrize(
@@ -200,6 +207,24 @@ def test_jobs_that_are_done_are_not_done_again_and_the_time_left_is_told(
     do_jobs(jobs, done.__contains__, done.add, times)
     assert done == set(jobs)
     assert "2 of 4 jobs are done" in capsys.readouterr().out
+
+
+def test_an_experiment_is_made_again_once_there_are_further_models(tmp_path: Path) -> None:
+    """As `--only table-1` and then everything else."""
+    models, measured = ["own"], [["own"]]
+    jobs = [Job("train", "me-ls", 0, "mlp"), Job("evaluate", "me-ls", 0, "accuracy")]
+
+    def is_done(job: Job) -> bool:
+        return job.what in models if job.stage == "train" else measured[-1] == models
+
+    def do(job: Job) -> None:
+        if job.stage == "train":
+            models.append(job.what)
+        else:
+            measured.append([*models])
+
+    do_jobs(jobs, is_done, do, tmp_path / "times.json")
+    assert measured == [["own"], ["own", "mlp"]]
 
 
 def test_the_time_left_is_what_jobs_of_the_same_kind_took() -> None:
@@ -256,3 +281,15 @@ def test_a_reproduction_that_was_stopped_ends_with_the_files_of_one_that_was_not
         "was made with another plan: search.cells is 64 there and 16 here"
         in capsys.readouterr().err
     )
+
+    with lock(whole):
+        assert reproduce(whole) == 1
+    assert "is in use by another process" in capsys.readouterr().err
+
+    # A recipe that has changed since is not reported under its new name.
+    changed = {"unfiltered": {"typical": False, "action_noise": 0.5}}
+    monkeypatch.setattr(reproduction, "datasets", lambda: changed)
+    assert reproduce(whole) == 1
+    said = capsys.readouterr().err
+    assert "dataset-unfiltered was made with another configuration" in said
+    assert "dataset.action_noise is 0.0 there and 0.5 here" in said
