@@ -66,9 +66,12 @@ def value_of(source: str, beside: Path, runs: Runs) -> float:
     """What the comment behind a number says."""
     if match := FILE.fullmatch(source):
         content = read_json(beside / match[1])
-        for name in match[2].split("."):
-            content = content[int(name) if isinstance(content, list) else name]
-        return float(content)
+        try:
+            for name in match[2].split("."):
+                content = content[int(name) if isinstance(content, list) else name]
+            return float(content)
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise UserError(f"{match[1]} holds no number {match[2]}.") from None
     match = QUANTITY.fullmatch(source)
     if not match or match[2] not in LOWER_IS_BETTER or match[3] not in runs:
         raise UserError(

@@ -121,6 +121,8 @@ def test_what_needs_the_repertoire_is_told_in_a_sentence(out, experiment):
         cli.do_evaluate(cli.open_run(out), experiment)
     with pytest.raises(UserError, match="a pretrained model: it has no repertoire"):
         cli.show(out)
+    with pytest.raises(UserError, match="its card has its numbers"):
+        cli.found_runs([out])
 
 
 def test_a_search_that_is_not_finished_is_no_pretrained_model(run, tmp_path):
