@@ -36,9 +36,9 @@ class TaskConfig:
     backend: Literal["spring", "positional", "generalized", "mjx"] = "spring"
     reach: float | None = None  # omni tasks: descriptors lie in [-reach, reach]²; the task's own
     # Like the paper's, which ran on Brax v1 (docs/robots.md), or the one that brax ships. Not set: like the
-    # paper's, where there is one.
+    # paper's, where there is one, on spring and with the start on the joints; brax's otherwise.
     robot: Literal["brax", "v1"] | None = None
-    # Random numbers at the start: on the joints alone, as in the paper, or brax's own, on everything.
+    # Random numbers at the start: on the joints alone, as in Brax v1, or brax's own, on everything.
     start: Literal["joints", "brax"] = "joints"
     # Equations 2 and 3, or what the framework of the paper's time gives: 1 − ½‖a‖² and v − 0.1‖a‖².
     reward: Literal["paper", "framework"] = "paper"

@@ -462,7 +462,7 @@ class MapElites(eqx.Module):
 
     @property
     def iterations(self) -> int:
-        """That the budget allows."""
+        """As many as use up the budget."""
         return self.config.iterations or -(-self.config.steps // self.steps_per_iteration)
 
     def init(self, key: Key[Array, ""]) -> SearchState:

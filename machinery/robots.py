@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, PRNGKeyArray
 
 from machinery.lanes import spring_step
 
-NOISE = 0.1  # of the start: joint angles (rad) and velocities (rad/s), uniform, as in the paper
+NOISE = 0.1  # of the start: joint angles (rad) and velocities (rad/s), uniform, as in Brax v1
 
 
 @functools.cache
@@ -43,7 +43,7 @@ def load_robot(robot: str, kind: str, backend: str, in_lanes: bool) -> Any:
 
 
 def start_on_joints(env: Any, key: PRNGKeyArray) -> Any:
-    """The paper's start: noise on the joints alone, the torso upright and at rest at x = y = 0."""
+    """The start of Brax v1: noise on the joints alone, the torso upright and at rest at x = y = 0."""
     q_key, qd_key = jax.random.split(key)
     root = env.sys.link_types[0]
     root_q, root_qd = (7, 6) if root == "f" else (int(root), int(root))
