@@ -303,6 +303,8 @@ def curves(
         ax.set_title(title, fontsize=9)
         ax.set_xlabel(xlabel, fontsize=8)
         ax.tick_params(labelsize=7)
+        if unit == 1:
+            ax.locator_params(axis="x", integer=True)  # there is no epoch 2.5
         ax.grid(alpha=0.3)
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(
