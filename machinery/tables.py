@@ -393,40 +393,55 @@ def all_tables(task: str, runs: Sequence[Found]) -> list[Table]:
 # --- findings ---------------------------------------------------------------------------------------
 
 
+# By quantity: what a method does that is better than another, what if it is not, and what the numbers are.
+WORDS = {
+    "distance": (
+        "comes nearer to its goals than",
+        "does not come as near to its goals as",
+        "a mean distance",
+    ),
+    "coverage": (
+        "covers more than",
+        "does not cover as much as",
+        "a share of the cells, re-evaluated,",
+    ),
+}
+
+
 def findings(task: str, runs: Sequence[Found]) -> list[str]:
     """What was found, in up to three sentences."""
     said = []
-    for one, other in paper()["findings"]:
-        a, b = (values_of(runs, method, "distance") for method in (one, other))
+    for one, other, quantity in paper()["findings"]:
+        a, b = (values_of(runs, method, quantity) for method in (one, other))
         difference = paired(a, b)
         if difference.values:
             common = sorted(a.keys() & b.keys())
             means = [float(np.mean([x[seed] for seed in common])) for x in (a, b)]
-            theirs = [printed(task, method, "distance") for method in (one, other)]
-            said.append(_sentence(one, other, means, difference, theirs))
+            theirs = [printed(task, method, quantity) for method in (one, other)]
+            said.append(_sentence(one, other, quantity, means, difference, theirs))
     return said[:3]
 
 
 def _sentence(
     one: str,
     other: str,
+    quantity: str,
     means: Sequence[float],
     difference: Estimate,
     theirs: Sequence[float | None],
 ) -> str:
     count = len(difference.values)
-    nearer = difference.mean < 0
+    better, not_better, name = WORDS[quantity]
+    does = better if (difference.mean < 0) == LOWER_IS_BETTER[quantity] else not_better
     paper_too = f"; the paper: {_against(theirs)}" if None not in theirs else ""
-    numbers = f"a mean distance of {_against(means)}"
+    numbers = f"{name} of {_against(means)}"
     if count == 1:
-        comes = "nearer to its goals than" if nearer else "not as near to its goals as"
-        return f"On the only seed, {one} comes {comes} {other}: {numbers}{paper_too}."
+        return f"On the only seed, {one} {does} {other}: {numbers}{paper_too}."
     interval = f"95 % interval of the difference {difference.low:+.2g} to {difference.high:+.2g}"
     basis = f"{numbers} ({interval}, {count} seeds{paper_too})"
     if not difference.is_distinct:
         return f"{one} and {other} are not distinguishable: {basis}."
-    comes = "comes nearer to its goals than" if nearer else "does not come as near to its goals as"
-    return f"{one} {comes} {other}: {basis}."
+    return f"{one} {does} {other}: {basis}."
 
 
 # --- formats ----------------------------------------------------------------------------------------

@@ -267,7 +267,14 @@ def test_the_report_begins_with_what_was_found():
         first
         == "On the only seed, ME-LS comes nearer to its goals than ME: a mean distance of 3 against 6."
     )
-    assert "not as near to its goals as ME-LS: a mean distance of 4 against 3." in second
+    assert "does not come as near to its goals as ME-LS: a mean distance of 4 against 3." in second
+    played = [
+        found(a, 0, reassess={"after": {"coverage": c}}) for a, c in (("me", 0.5), ("me-ls", 0.6))
+    ]
+    assert findings("halfcheetah-uni", played) == [
+        "On the only seed, ME-LS covers more than ME: "
+        "a share of the cells, re-evaluated, of 0.6 against 0.5; the paper: 0.55 against 0.43."
+    ]
 
 
 def test_a_variant_is_compared_with_what_it_differs_from_in_one_thing():
