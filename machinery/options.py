@@ -52,8 +52,8 @@ Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run director
 Preset = Annotated[
     str | None,
     typer.Option(
-        help="The sizes of everything. tiny: point-omni, a minute; laptop: Halfcheetah or Ant, "
-        "shortened for two cores; overnight: the paper's search on two cores; paper: the paper's, for an "
+        help="The sizes of everything. tiny: point-omni, a minute; laptop: Halfcheetah or Ant with small "
+        "policies, on two cores; overnight: the paper's search on two cores; paper: the paper's, for an "
         "accelerator.",
         show_default="laptop",
     ),
