@@ -364,7 +364,10 @@ def reproduce(
     task: options.Task = None,
     seeds: Annotated[
         str | None,
-        typer.Option(help="Such as 0-4 or 0,2.", show_default="0-4; tiny and overnight: 0"),
+        typer.Option(
+            help="Such as 0-4 or 0,2. Those after the third get tables 1 and 5 unless --only names a part.",
+            show_default="0-4; tiny and overnight: 0",
+        ),
     ] = None,
     only: Annotated[
         str | None,

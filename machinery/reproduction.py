@@ -176,15 +176,18 @@ def plan_jobs(
 ) -> list[Job]:
     """All that the parts need, seed by seed, everything after what it needs; the report comes last.
 
+    If no part is named, the first seeds get all of them, and those after them what the claims rest on.
     `searches`: these alone, where not all of them are wanted.
     """
     for names, known in ((only, parts()), (searches, all_searches())):
         if unknown := [name for name in names if name not in known]:
             raise UserError(f"there is no {unknown[0]!r}; there are {', '.join(known)}.")
-    names = list(only) or [name for name in parts() if name not in content()["beside"]]
-    chosen = [parts()[name] for name in names]
+    everything = [name for name in parts() if name not in content()["beside"]]
     algos = [algo for algo in all_searches() if algo in (list(searches) or [algo])]
-    jobs = [job for seed in seeds for job in _jobs_of_seed(seed, chosen, algos)]
+    jobs = []
+    for i, seed in enumerate(seeds):
+        names = list(only) or (everything if i < content()["whole"] else content()["further"])
+        jobs += _jobs_of_seed(seed, [parts()[name] for name in names], algos)
     if not jobs:
         raise UserError(f"what is to be made needs no {' or '.join(searches)}: see --only.")
     return [*jobs, Job("report")]

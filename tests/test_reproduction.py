@@ -1,6 +1,7 @@
 """What is made for the tables and figures: the table of variants, and the list of jobs."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,18 @@ def test_a_part_needs_no_more_than_it_shows() -> None:
     assert "deep-grid" not in {job.algo for job in plan_jobs([0])}
     # The paper has no QDT(ME-Sampling).
     assert not [j for j in plan_jobs([0]) if (j.algo, j.stage) == ("me-sampling", "train")]
+
+
+def test_after_three_seeds_only_the_claims_are_made_unless_a_part_is_named() -> None:
+    def of(seed: int, jobs: Iterable[Job]) -> list[Job]:
+        return [replace(job, seed=0) for job in jobs if job.stage != "report" and job.seed == seed]
+
+    jobs = plan_jobs(range(5))
+    for seed in (0, 1, 2):
+        assert of(seed, jobs) == plan_jobs([0])[:-1]
+    for seed in (3, 4):
+        assert of(seed, jobs) == plan_jobs([0], ["table-1", "table-5"])[:-1]
+    assert of(4, plan_jobs(range(5), ["ladder"])) == plan_jobs([0], ["ladder"])[:-1]
 
 
 @pytest.mark.parametrize(
