@@ -48,13 +48,13 @@ SEEDS = (
 )
 PAIRED = (
     "Differences are paired by seed, with their 95 % interval (Student's t), each by itself; "
-    "where it holds zero, the two are not distinguishable."
+    "where it contains zero, the two are not distinguishable."
 )
 LOWER = "Distance and spread: lower is better."
 
 
 def departures(runs: Sequence[Found], *sections: str) -> str:
-    """The settings that are not the paper's, with the paper's in brackets."""
+    """The settings that are not the paper's, with those of the `paper` preset in brackets."""
     found: dict[str, tuple[set[str], str]] = {}
     for run in runs:
         for section in filter(run.is_made, sections):
@@ -68,7 +68,10 @@ def departures(runs: Sequence[Found], *sections: str) -> str:
     listed = (
         f"{name} {' or '.join(sorted(ours))} ({theirs})" for name, (ours, theirs) in found.items()
     )
-    return f"Not as in the paper, whose settings are in brackets: {', '.join(listed)}."
+    return (
+        "Settings that are not the `paper` preset's, whose own are in brackets (the paper's, or ours where "
+        f"it names none): {', '.join(listed)}."
+    )
 
 
 def _setting(value: Any) -> str:
@@ -220,7 +223,7 @@ def claims_table(task: str, runs: Sequence[Found]) -> Table:
         head,
         rows,
         f"{PAIRED} Of distance and spread lower is better, of coverage and maximum fitness (re-evaluated) "
-        "higher. “Holds” and “does not hold” are said where the interval leaves out zero.",
+        "higher. “Holds” and “does not hold” are said only where the interval excludes zero.",
     )
 
 
