@@ -21,6 +21,7 @@ from machinery.config import (
     known_fields,
     make_config,
     preset_sections,
+    presets,
     refuse_unknown,
     split_changes,
 )
@@ -110,6 +111,11 @@ class Planner:
         all_kinds["train"] = [kind.config for kind in self.models.values()]
         for name, fields in stored.items():
             refuse_unknown(name, fields, all_kinds[name])
+        known = stored["train"].get("model", model)
+        if model != known and preset in presets():
+            # What only this kind of model has is as in the preset: a plan of another kind does not hold it.
+            task = stored["task"].get("task")
+            stored["train"] = preset_sections(preset, task)["train"] | stored["train"]
         stored["search"]["algo"], stored["train"]["model"] = algo, model
         configs = {
             name: make_config(kind, known_fields(kind, stored[name]) | changes.get(name, {}))

@@ -36,7 +36,8 @@ def settings(preset: str, model: str, algo: str = "me-ls") -> dict[str, Any]:
         "train": recipe.train,
     }
     changed = {name: reproduction.as_text(fields) for name, fields in changes.items()}
-    plan = cli.PLANS.asked(cli.Asked(preset, algo=algo, seed=0, changes=changed))
+    plan = cli.PLANS.asked(cli.Asked(preset, algo=algo, seed=0))  # as a run has it
+    plan = cli.PLANS.make(cli.plain(plan), changed)
     return {
         f"{stage}.{name}": value
         for stage in ("dataset", "train")
@@ -49,6 +50,12 @@ def test_every_variant_is_a_plan_of_every_preset(preset: str) -> None:
     for model, recipe in recipes().items():
         for algo in recipe.searches:
             assert settings(preset, model, algo)["train.model"] == model.split("-")[0]
+
+
+@pytest.mark.parametrize(("preset", "hidden"), [("tiny", (64, 64)), ("laptop", (448, 448, 448))])
+def test_an_mlp_beside_a_qdt_has_the_presets_size(preset: str, hidden: tuple[int, ...]) -> None:
+    """The plan of the run is a QDT's, and knows nothing of it."""
+    assert settings(preset, "mlp")["train.hidden"] == hidden
 
 
 ONE_CHANGE = [
