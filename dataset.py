@@ -585,17 +585,23 @@ def prune(dataset: Dataset, how: str, seed: int) -> View:
     """
     if how not in PRUNINGS:
         raise UserError(f"unknown pruning {how!r}; there are {', '.join(PRUNINGS)}.")
-    low, high = np.array(dataset.meta.low), np.array(dataset.meta.high)
-    where = (dataset.descriptor - low) / (high - low)
     if how.startswith("density-"):
         share = int(how.removeprefix("density-")) / 100
         shuffled = generator(seed, "density").permutation(len(dataset))
         view = np.sort(shuffled[: round(share * len(dataset))])
     else:
-        view = np.flatnonzero(~left_empty(how, where))
+        view = np.flatnonzero(~is_emptied(dataset, how, dataset.descriptor))
     if len(view) == 0:
         raise UserError(f"pruning {how} leaves no trajectories.")
     return view
+
+
+def is_emptied(
+    dataset: Dataset, how: str, descriptor: Float[np.ndarray, "n d"]
+) -> Bool[np.ndarray, " n"]:
+    """Which of these descriptors lie where a pruning leaves nothing."""
+    low, high = np.array(dataset.meta.low), np.array(dataset.meta.high)
+    return left_empty(how, (descriptor - low) / (high - low))
 
 
 def left_empty(how: str, where: Float[np.ndarray, "*n d"]) -> Bool[np.ndarray, "*n"]:

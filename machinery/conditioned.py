@@ -102,6 +102,10 @@ class ConditionedPolicy(eqx.Module):
         """Who plays towards this target."""
         raise NotImplementedError
 
+    def without_margin(self) -> "ConditionedPolicy":
+        """The same model, asked for every target as it is: what `stay_within` would replace, too."""
+        return eqx.tree_at(lambda m: m.statistics.margin, self, jnp.array(jnp.inf))
+
     def decays(self) -> PyTree[bool]:
         """Which arrays weight decay is for: matrices that are learned."""
         matrices = jax.tree.map(lambda x: x.ndim >= 2, self)

@@ -233,7 +233,7 @@ def draw_generalization(runs: Sequence[Found]) -> Drawn:
         seed, result = min(results.items())
         drawn[f"generalization-{method.lower()}"] = (
             f"Generalization of {names[method]}, seed {seed}: datasets above, distance to each goal below, "
-            "lighter is nearer; hatched: what was removed (figures 7, 13).",
+            "lighter is nearer; every goal is asked for as it is; hatched: what was removed (figures 7, 13).",
             plots.generalization(
                 {how: r["density"] for how, r in result.items()},
                 result["all"]["goals"],

@@ -539,6 +539,9 @@ def test_generalization_trains_a_model_like_the_runs_own_on_each_pruned_dataset(
     result = read_json(directory / "evaluation" / "generalize.json")["result"]
     assert set(result) == {"all", *dataset.PRUNINGS}
     assert np.sum(result["density-10"]["density"]) < 0.2 * np.sum(result["all"]["density"])
+    emptied = {how: np.mean(of["emptied"]) for how, of in result.items()}
+    assert 0.3 < emptied["tiles"] < 0.7 and 0.3 < emptied["upper"] < 0.7
+    assert emptied["all"] == emptied["density-10"] == 0
     trained = [runs.read_stage_config(directory / name) for name in ("qdt", "qdt-tiles")]
     # Less is shown, not learned: as many optimiser steps, however small the dataset.
     assert trained[0]["train"] | {"steps_per_epoch": 384 // 16} == trained[1]["train"]
@@ -549,6 +552,19 @@ def test_generalization_trains_a_model_like_the_runs_own_on_each_pruned_dataset(
     assert (tmp_path / "report" / "generalization-me-ls-point-omni.png").exists()
     table = (tmp_path / "report" / "generalization-point-omni.md").read_text()
     assert "| QDT(ME-LS) | tiles | 1 |" in table
+
+
+def test_what_generalizes_is_asked_for_every_goal_as_it_is(copy: Callable[..., Path]) -> None:
+    """A model that stays within what was shown would be asked for something else where nothing was."""
+    directory = copy("search", "dataset")
+    assert command("train", directory, "--set", "train.stay_within=true") == 0
+    assert command("evaluate", "generalize", directory) == 0
+    measured = read_json(directory / "evaluation" / "generalize.json")["result"]["upper"]
+    run = cli.open_run(directory)
+    model, subject = run.model("qdt-upper"), run.subject("reassess")
+    as_it_is = subject.measure(model.without_margin()).distance.tolist()
+    assert measured["distance"] == pytest.approx(as_it_is)
+    assert measured["distance"] != pytest.approx(subject.measure(model).distance.tolist())
 
 
 def test_the_naive_variant_stands_beside_the_runs_own(

@@ -598,6 +598,7 @@ def test_a_target_beyond_all_demonstrations_becomes_the_middle_of_the_nearest(da
             config = replace(kind, stay_within=stay)
             model = qdt.make_model(TASK, config, known, key=jax.random.key(0))
             np.testing.assert_allclose(model.policy(far).target, expected, rtol=1e-5)
+            np.testing.assert_array_equal(model.without_margin().policy(far).target, far)
 
 
 def test_a_part_of_the_dataset_can_be_learned_from_as_long_as_the_whole(noisy_data):

@@ -357,13 +357,14 @@ def test_goals_elsewhere_stand_beside_those_of_table_1():
     assert len(accuracy_table("point-omni", runs).rows) == 2  # they are not mixed
 
 
-def test_generalization_counts_the_trajectories_of_each_dataset():
+def test_generalization_counts_trajectories_and_looks_where_nothing_was_shown():
+    far, near = measured(3) | {"distance": [1.0, 5.0]}, measured(1) | {"distance": [0.5, 1.5]}
     result = {
-        "all": measured(1) | {"density": [[1000, 1000], [0, 500]], "steps": 900},
-        "tiles": measured(3) | {"density": [[1000, 0], [0, 500]]},
+        "all": near | {"density": [[1000, 1000], [0, 500]], "steps": 900, "emptied": [False, False]},
+        "tiles": far | {"density": [[1000, 0], [0, 500]], "emptied": [False, True]},
     }
     assert generalization_table("point-omni", [found("me-ls", 0, generalize=result)]).rows == [
-        ["QDT(ME-LS)", "all", "1", "2,500", "900", "1", "–", "–", "–", "2"],
+        ["QDT(ME-LS)", "all", "1", "2,500", "900", "1", "–", "–", "–", "–", "–", "2"],
         [
             "QDT(ME-LS)",
             "tiles",
@@ -374,6 +375,8 @@ def test_generalization_counts_the_trajectories_of_each_dataset():
             "+2",
             "–",
             "farther, one seed",
+            "5",
+            "1.5",
             "6",
         ],
     ]
