@@ -121,6 +121,12 @@ class Run(runs.Run):
         made_for = data.meta.stage.get("task", task)  # unknown where it was imported
         if made_for != task:
             raise UserError(f"{directory} was made for another task: {made_for}, not {task}.")
+        is_ours = bool(data.meta.stage) and self.repertoire_path.exists()  # and was not imported
+        if is_ours and data.meta.repertoire != datasets.checksum_of(self.repertoire()):
+            raise UserError(
+                f"{directory} was played by another repertoire than {self.directory} holds; "
+                "remove it, and `qdt dataset` makes it again."
+            )
         return data
 
     def model(self, name: str | None = None) -> ConditionedPolicy:
@@ -213,6 +219,11 @@ def do_train(
         with open_stage(directory, about) as stage:
             path = directory / "model.safetensors"
             if path.exists():
+                if run.is_outdated(directory.name):
+                    raise UserError(
+                        f"{directory} learned from another dataset than is there now; "
+                        "remove it, and `qdt train` makes it again."
+                    )
                 tell(f"{directory.name}: the training in {run.directory} is finished.")
                 return run.model(directory.name)
             view = datasets.prune(data, prune, seed=plan.seed) if prune else None
@@ -230,7 +241,7 @@ def do_train(
                 check=qdt.refuse_divergence,
             )
             model = qdt.best_model(state)
-            save_arrays(path, model)
+            save_arrays(path, model, {"dataset": run.dataset_checksum(data_name)})
     return model
 
 
@@ -371,7 +382,7 @@ def reproduce(
         str | None,
         typer.Option(
             help="Such as 0-4 or 0,2. Those after the third get tables 1 and 5 unless --only names a part.",
-            show_default="0-4; tiny and overnight: 0",
+            show_default="0-4, on ant-omni 2-6; tiny and overnight: 0",
         ),
     ] = None,
     only: Annotated[
@@ -396,12 +407,12 @@ def reproduce(
 ) -> None:
     """All tables and figures: every search, dataset, model, variant and experiment, and the report."""
     preset, changes = preset or "laptop", changes_of(set_, STAGES)
-    chosen = reproduction.parse_seeds(seeds) if seeds else reproduction.own_seeds(preset)
     names = [
         [name.strip() for name in (text or "").split(",") if text] for text in (only, searches)
     ]
-    jobs = reproduction.plan_jobs(chosen, *names)
     named = PLANS.asked(Asked(preset, task=task)).task.task
+    chosen = reproduction.parse_seeds(seeds) if seeds else reproduction.own_seeds(preset, named)
+    jobs = reproduction.plan_jobs(chosen, *names)
     out = out or Path("runs") / f"reproduce-{named}"
     stages = Stages(open_run, do_search, do_dataset, do_train, do_evaluate, report_all)
     maker = Maker(out, Asked(preset, task=task, changes=changes), PLANS, stages)
@@ -706,12 +717,14 @@ def report(
     ] = None,
 ) -> None:
     """Tables and figures of many runs, beside the paper's, in one page."""
-    if fill is not None and not fill.is_file():
-        raise UserError(f"there is no page {fill}.")
+    try:
+        page = None if fill is None else fill.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        raise UserError(f"there is no page {fill}, or it is no text.") from None
     found = found_runs(runs)
     print(f"The report is {write_report(found, out)}.")
-    if fill is not None:
-        filled = quotes.fill(fill.read_text(), fill.parent, found)
+    if fill is not None and page is not None:
+        filled = quotes.fill(page, fill.parent, found)
         with write_safely(fill) as file:
             file.write(filled.encode())
 

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float
 
 from machinery.config import describe_difference
 from machinery.driver import tell
-from machinery.files import UserError, read_json
+from machinery.files import UserError, read_checksum, read_json
 from machinery.reproduction import OWN, tables
 from machinery.runs import read_metrics, read_stage_config, variant
 
@@ -93,7 +93,7 @@ NEEDED: dict[str, dict[str, Any]] = {  # what the report reads of each experimen
     "calibrate": {"before": ACCURACY, "after": ACCURACY, "episodes": {}},
     "generalize": {name: ACCURACY | {"density": {}} for name in ("all", "*")},
     "reassess": {"before": METRICS, "after": METRICS, "spread": {}, "reachable": {}},
-    "reproducibility": {"descriptor": {}, "path": {}},
+    "reproducibility": {"descriptor": {}, "spread": {}, "path": {}},
 }
 
 
@@ -116,8 +116,22 @@ def read_result(path: Path) -> dict[str, Any]:
         raise UserError(
             f"{path} is not the result of an experiment; `qdt evaluate` makes it again."
         )
-    assert isinstance(result, dict)
+    assert isinstance(content, dict) and isinstance(result, dict)
+    refuse_stale(path, content.get("inputs"))
     return result
+
+
+def refuse_stale(path: Path, inputs: Any) -> None:
+    """A result of a repertoire or a model that was made again since. Published results stand alone."""
+    run = path.parent.parent
+    for name, checksum in inputs.items() if isinstance(inputs, dict) else ():
+        file = "search/repertoire" if name == "repertoire" else f"{name}/model"
+        made = run / f"{file}.safetensors"
+        if made.exists() and read_checksum(made) != checksum:
+            raise UserError(
+                f"{path} was measured before {made.parent.name} was made again; "
+                f"`qdt evaluate {path.stem} {run}` measures it anew."
+            )
 
 
 def gather(runs: Iterable[Found], methods: Sequence[str]) -> dict[str, list[Found]]:
@@ -167,6 +181,14 @@ def by_method(runs: Sequence[Found], experiment: str) -> dict[str, BySeed]:
         if experiment in run.results:
             results[run.method][run.seed] = run.results[experiment]
     return dict(results)
+
+
+def by_models(runs: Sequence[Found]) -> dict[str, Found]:
+    """By method: the run with the most models, whose plan says what all of them are."""
+    return {
+        method: max((run for run in runs if run.method == method), key=lambda run: len(run.training))
+        for method in dict.fromkeys(run.method for run in runs)
+    }
 
 
 def main_model(run: Found) -> str:

@@ -19,6 +19,7 @@ no source.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -55,6 +56,8 @@ def fill(page: str, beside: Path, runs: Runs) -> str:
 
     def number(match: re.Match[str]) -> str:
         value = value_of(match[3], beside, runs) * (100 if match[2] else 1)
+        if not math.isfinite(value):
+            raise UserError(f"{match[3]!r} is not a number: {value}.")
         digits = len(match[1].partition(".")[2])
         text = f"{value:{',' if ',' in match[1] or digits == 0 else ''}.{digits}f}"
         return f"{text.replace('-', '−')}{match[2] or ''}<!-- {match[3]} -->"

@@ -20,6 +20,7 @@ from machinery.gather import (
     Found,
     accuracies,
     by_method,
+    by_models,
     is_main,
     main_model,
     paper,
@@ -85,15 +86,15 @@ def draw_curves(runs: Sequence[Found]) -> Drawn:
         "maximum fitness over the goals": training_curves(runs, "max_fitness"),
     }
     if training[distance]:
-        levels = {
-            method: float(np.mean([r["mean_distance"] for r in results.values()]))
-            for method, results in accuracies(runs, wanted=lambda _: False).items()
-            if method in {run.method for run in runs if run.training}
-        }
+        taught = {(run.method, run.seed) for run in runs if run.training}
+        levels = {}
+        for method, results in accuracies(runs, wanted=lambda _: False).items():
+            if of_these := [r for seed, r in results.items() if (method, seed) in taught]:
+                levels[method] = float(np.mean([r["mean_distance"] for r in of_these]))
         drawn["training"] = (
             "Training: mean distance to the goals, lower is better, and maximum fitness, higher is better. "
-            "Mean and sample deviation over n seeds; dashed: the repertoire of the same colour in table 1 "
-            "(figures 5, 14).",
+            "Mean and sample deviation over n seeds; dashed: the repertoires that they learned from, in the "
+            "same colour, as in table 1 (figures 5, 14).",
             plots.curves(training, "epoch", colours, {distance: levels}),
         )
     return drawn
@@ -228,7 +229,7 @@ def draw_again(runs: Sequence[Found]) -> Drawn:
 
 def draw_generalization(runs: Sequence[Found]) -> Drawn:
     task, drawn = runs[0].task, {}
-    names = {run.method: main_model(run) for run in runs}
+    names = {method: main_model(run) for method, run in by_models(runs).items()}
     for method, results in by_method(runs, "generalize").items():
         seed, result = min(results.items())
         drawn[f"generalization-{method.lower()}"] = (
@@ -286,7 +287,7 @@ def _runs_list(runs: Sequence[Found]) -> str:
     items = []
     for run in runs:
         search, task = run.plan["search"], run.plan["task"]
-        steps = run.metrics[-1]["steps"] if run.metrics else search["steps"]
+        steps = (run.metrics or [{}])[-1].get("steps", search["steps"])
         preset = html.escape(run.plan["preset"] or "none")
         items.append(
             f"<li>{run.method}, seed {run.seed}: {steps:,} environment steps, episodes of "

@@ -121,9 +121,24 @@ def model_like(name: str, plan: Mapping[str, Any]) -> str:
         if name == OWN:
             return None, plan["train"]
         recipe = recipes()[name]
-        return dataset_like(recipe.dataset, plan), plan["train"] | {"model": "qdt"} | recipe.train
+        return dataset_like(recipe.dataset, plan), plan["train"] | changes_of(recipe, plan)
 
     return next(other for other in (OWN, *recipes()) if settings(other) == settings(name))
+
+
+def changes_of(recipe: Recipe, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields in which a training differs from the run's own."""
+    fields = {"model": "qdt"} | recipe.train
+    if fields.get("beginnings") == 0:
+        fields["batch_size"] = whole_trajectories(plan)
+    return fields
+
+
+def whole_trajectories(plan: Mapping[str, Any]) -> int:
+    """How many make up a batch that shows as many steps as the plan's with its beginnings."""
+    train = plan["train"]
+    further = train["beginnings"] * train["beginning_steps"] // plan["task"]["length"]
+    return train["batch_size"] + further
 
 
 def all_searches() -> list[str]:
@@ -132,8 +147,10 @@ def all_searches() -> list[str]:
     return list(dict.fromkeys([*content()["searches"], *beside]))
 
 
-def own_seeds(preset: str) -> list[int]:
-    return parse_seeds(content()["seeds"].get(preset, "0"))
+def own_seeds(preset: str, task: str) -> list[int]:
+    """Those on which no setting was chosen."""
+    of_preset = content()["seeds"].get(preset, {"all": "0"})
+    return parse_seeds(of_preset.get(task, of_preset["all"]))
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -143,6 +160,8 @@ def parse_seeds(text: str) -> list[int]:
         match = re.fullmatch(r"\s*(\d{1,9})(?:-(\d{1,9}))?\s*", piece)
         if not match or int(match[2] or match[1]) < int(match[1]):
             raise UserError(f"seeds are numbers such as 0-4 or 0,2,5, not {text!r}.")
+        if int(match[2] or match[1]) - int(match[1]) >= 1000:
+            raise UserError(f"{piece.strip()} are more seeds than anybody has time for.")
         seeds += range(int(match[1]), int(match[2] or match[1]) + 1)
     return list(dict.fromkeys(seeds))
 
@@ -231,7 +250,9 @@ def do_jobs(
     How long jobs of each kind took is kept in `times`: the time left is what those of the same kind took.
     Whether a job is done is asked again when its turn comes: a new model makes experiments stale.
     """
-    known: dict[str, float] = read_json(times) if times.exists() else {}
+    noted = read_json(times) if times.exists() else {}
+    sound = isinstance(noted, dict) and all(isinstance(x, float | int) for x in noted.values())
+    known: dict[str, float] = noted if sound else {}  # somebody's file: times are measured again
     were_done = [is_done(job) for job in jobs]
     tell(f"{sum(were_done)} of {len(jobs)} jobs are done.")
     for i, job in enumerate(jobs):
@@ -307,20 +328,31 @@ class Maker:
             return (made / "meta.json").exists() and self.is_as_planned(run, job, made)
         if job.stage == "train":
             name = run.plan.train.model if job.what == OWN else job.what
-            return name in run.model_paths() and self.is_as_planned(run, job, directory / name)
+            made = directory / name
+            if name not in run.model_paths() or not self.is_as_planned(run, job, made):
+                return False
+            return read_stage_config(made).get("dataset") == self.shown(run, job) and (
+                not run.is_outdated(name)
+            )
         return run.repertoire_path.exists() and run.is_evaluated(job.what)
 
     def is_as_planned(self, run: Run, job: Job, made: Path) -> bool:
         """Whether what is there was made by today's recipe; if not, its stage says what differs."""
         section = job.stage
-        planned = self.plans.make(plain(run.plan), {section: self.fields(job)})
+        planned = self.plans.make(plain(run.plan), {section: self.fields(run, job)})
         return read_stage_config(made).get(section) == plain(planned)[section]
 
-    def fields(self, job: Job) -> dict[str, str]:
+    def fields(self, run: Run, job: Job) -> dict[str, str]:
         """In which a variant's dataset or training differs from the run's own."""
         if job.stage == "dataset":
             return as_text(datasets().get(job.what, {}))
-        return {} if job.what == OWN else as_text({"model": "qdt"} | recipes()[job.what].train)
+        return {} if job.what == OWN else as_text(changes_of(recipes()[job.what], plain(run.plan)))
+
+    def shown(self, run: Run, job: Job) -> str | None:
+        """The dataset that a model learns from."""
+        if job.what == OWN:
+            return None
+        return dataset_like(recipes()[job.what].dataset, plain(run.plan))
 
     def do(self, job: Job) -> None:
         if job.stage == "search":
@@ -334,14 +366,13 @@ class Maker:
         if job.stage == "evaluate":
             self.stages.evaluate(run, job.what)
         elif job.stage == "dataset":
-            self.stages.dataset(run, {"dataset": self.fields(job)}, job.what or None)
+            self.stages.dataset(run, {"dataset": self.fields(run, job)}, job.what or None)
         elif job.what == OWN:
             self.stages.train(run, {})
         else:
-            fields = self.fields(job)
+            fields = self.fields(run, job)
             name = job.what.removeprefix(fields["model"]).removeprefix("-")
-            shown = dataset_like(recipes()[job.what].dataset, plain(run.plan))
-            self.stages.train(run, {"train": fields}, name or None, shown)
+            self.stages.train(run, {"train": fields}, name or None, self.shown(run, job))
 
 
 def as_text(fields: dict[str, Any]) -> dict[str, str]:

@@ -16,6 +16,7 @@ import platform
 import re
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from machinery.files import (
     load_arrays,
     read_checksum,
     read_json,
+    read_note,
     save_arrays,
     to_plain,
     write_json,
@@ -119,6 +121,17 @@ class Run:
         if experiment == "generalize":
             return [name for name in names if name == own or name in pruned]
         return [name for name in names if name not in pruned]
+
+    def dataset_checksum(self, name: str | None) -> int | None:
+        """Of a dataset as a whole, by its `meta.json`, which has the checksums of its shards."""
+        path = self.directory / variant("dataset", name) / "meta.json"
+        return zlib.crc32(path.read_bytes()) if path.exists() else None
+
+    def is_outdated(self, model: str) -> bool:
+        """Whether it learned from another dataset than is there now. Older models do not say."""
+        learned = read_note(self.directory / model / "model.safetensors").get("dataset")
+        there = self.dataset_checksum(read_stage_config(self.directory / model).get("dataset"))
+        return None not in (learned, there) and learned != there
 
     def inputs(self, experiment: str) -> dict[str, str]:
         """What a result depends on: the checksums of repertoire and models."""

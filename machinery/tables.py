@@ -16,6 +16,7 @@ from machinery.gather import (
     Found,
     accuracies,
     by_method,
+    by_models,
     is_pruned,
     main_model,
     paper,
@@ -173,7 +174,9 @@ def elsewhere_table(task: str, runs: Sequence[Found]) -> Table:
 
 # --- claims -----------------------------------------------------------------------------------------
 
-LOWER_IS_BETTER = {"distance": True, "spread": True, "coverage": False, "max_fitness": False}
+LOWER_IS_BETTER = {"distance": True, "spread": True} | dict.fromkeys(
+    ("coverage", "max_fitness", "qd_score"), False
+)
 
 
 def values_of(runs: Sequence[Found], method: str, quantity: str) -> dict[int, float]:
@@ -207,13 +210,13 @@ def claims_table(task: str, runs: Sequence[Found]) -> Table:
         rows.append(
             [
                 entry["claim"],
-                entry["of"].replace("max_fitness", "maximum fitness"),
+                {"max_fitness": "maximum fitness", "qd_score": "QD score"}.get(entry["of"], entry["of"]),
                 _against(theirs) if None not in theirs else "–",
                 _against(means),
                 str(len(common)),
                 difference_text(difference),
                 interval_text(difference),
-                judge(difference, LOWER_IS_BETTER[entry["of"]]),
+                judge(difference, LOWER_IS_BETTER[entry["of"]], entry.get("alike", False)),
             ]
         )
     head = ["claim", "in", "paper", "ours", "seeds", "difference", "95 % interval", "verdict"]
@@ -222,8 +225,8 @@ def claims_table(task: str, runs: Sequence[Found]) -> Table:
         f"The paper's claims, and questions of ours, on {task}",
         head,
         rows,
-        f"{PAIRED} Of distance and spread lower is better, of coverage and maximum fitness (re-evaluated) "
-        "higher. “Holds” and “does not hold” are said only where the interval excludes zero.",
+        f"{PAIRED} Of distance and spread lower is better, of coverage, maximum fitness and QD score "
+        "(re-evaluated) higher. “Holds” and “does not hold” are said only where the interval excludes zero.",
     )
 
 
@@ -231,9 +234,14 @@ def _against(pair: Sequence[float | None]) -> str:
     return " against ".join(f"{x:.3g}" for x in pair if x is not None)
 
 
-def judge(difference: Estimate, lower_is_better: bool) -> str:
-    """Whether it is as claimed, of one that is said to be better than the other."""
+def judge(difference: Estimate, lower_is_better: bool, alike: bool = False) -> str:
+    """Whether it is as claimed, of one that is said to be better than the other, or as good."""
     as_claimed = (difference.mean < 0) == lower_is_better
+    if alike:
+        if len(difference.values) == 1:
+            return "one seed does not say"
+        worse = difference.is_distinct and not as_claimed
+        return "does not hold: worse" if worse else "not distinguishable from that, or better"
     if len(difference.values) == 1:
         return "as claimed, on one seed" if as_claimed else "not as claimed, on one seed"
     if not difference.is_distinct:
@@ -253,7 +261,7 @@ def variant_tables(task: str, runs: Sequence[Found]) -> list[Table]:
     made = []
     for name, table in tables().items():
         rows = []
-        for run in {run.method: run for run in runs}.values():
+        for run in by_models(runs).values():
             like = {row.model: model_like(row.model, run.plan) for row in table.rows}
             name_of = lambda model, run=run: run.model_name(  # noqa: E731
                 run.plan["train"]["model"] if model == OWN else model
@@ -293,7 +301,7 @@ def variant_tables(task: str, runs: Sequence[Found]) -> list[Table]:
 
 
 def calibration_table(task: str, runs: Sequence[Found]) -> Table:
-    rows, names = [], {run.method: main_model(run) for run in runs}
+    rows, names = [], {method: main_model(run) for method, run in by_models(runs).items()}
     for method, results in by_method(runs, "calibrate").items():
         before, after = ({s: r[when] for s, r in results.items()} for when in ("before", "after"))
         difference = paired(_column(after, "mean_distance"), _column(before, "mean_distance"))
@@ -315,7 +323,7 @@ def calibration_table(task: str, runs: Sequence[Found]) -> Table:
         f"Calibration on {task}: which target to ask for, searched for each goal; ours",
         [*head, "verdict", "spread", "calibrated"],
         rows,
-        f"On the episodes of table 1. {SEEDS} {LOWER} {PAIRED} No other row had these further episodes.",
+        f"On the episodes of table 1. {SEEDS} {LOWER} {PAIRED} No other row searched for targets; a second look (table 1) has ten further episodes of every policy.",
     )
 
 
@@ -342,7 +350,8 @@ def reassessment_table(task: str, runs: Sequence[Found]) -> Table:
         [*head, "spread, re-evaluated"],
         rows,
         "Mean ± sample deviation over seeds. Coverage, fitness and QD score: higher is better, and what "
-        "re-evaluation leaves of them counts; spread: lower is better. "
+        "re-evaluation leaves of them counts; spread: lower is better. Fitness is by the printed equations, "
+        "and the offset of the QD score is ours. "
         + departures(runs, "task", "search"),
     )
 
@@ -351,7 +360,7 @@ def reassessment_table(task: str, runs: Sequence[Found]) -> Table:
 
 
 def generalization_table(task: str, runs: Sequence[Found]) -> Table:
-    rows, names = [], {run.method: main_model(run) for run in runs}
+    rows, names = [], {method: main_model(run) for method, run in by_models(runs).items()}
     for method, seeds in by_method(runs, "generalize").items():
         everything = {s: r["all"] for s, r in seeds.items()}
         whole = _column(everything, "mean_distance")

@@ -628,6 +628,23 @@ def test_a_model_that_appears_while_an_experiment_plays_was_not_measured(
     assert not cli.open_run(directory).is_evaluated("accuracy")
 
 
+def test_what_was_made_from_something_else_is_refused(copy: Callable[..., Path], run: Path) -> None:
+    """A model of another dataset, a dataset of another repertoire: they would be shown as if they fitted."""
+    directory = copy("search", "dataset", "qdt")
+    lineage = cli.open_run(directory)
+    assert cli.do_train(lineage, {}) and not lineage.is_outdated("qdt")
+    about = json.loads((directory / "dataset" / "meta.json").read_text())
+    about["shards"][0]["left_out"] = {"diverged": 1}
+    (directory / "dataset" / "meta.json").write_text(json.dumps(about))
+    assert lineage.is_outdated("qdt")
+    with pytest.raises(UserError, match="learned from another dataset"):
+        cli.do_train(lineage, {})
+    about["repertoire"] += 1
+    (directory / "dataset" / "meta.json").write_text(json.dumps(about))
+    with pytest.raises(UserError, match="played by another repertoire"):
+        lineage.dataset()
+
+
 def test_a_model_of_another_configuration_is_refused(copy: Callable[..., Path], run: Path) -> None:
     directory = copy("search")
     shutil.copytree(run / "qdt", directory / "qdt")

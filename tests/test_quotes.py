@@ -95,10 +95,11 @@ def test_a_number_without_a_source_is_found(text: str) -> None:
         "<!-- some.json: result.1 -->",
         "<!-- some.json: result.0.deeper -->",
         "<!-- some.json: result -->",
+        "<!-- some.json: nan -->",
     ],
 )
 def test_a_source_that_is_not_there_is_named(source: str, tmp_path: Path) -> None:
-    (tmp_path / "some.json").write_text(json.dumps({"result": [0.5]}))
+    (tmp_path / "some.json").write_text(json.dumps({"result": [0.5], "nan": float("nan")}))
     with pytest.raises(UserError):
         fill(f"1.0{source}", tmp_path, {"ant-omni": compared([2.0], [1.0])})
     with pytest.raises(UserError, match="there is no table"):

@@ -5,15 +5,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import cli
 import pgame_ls  # noqa: F401 - registers its rules
 from envs import make_task
-from machinery.files import UserError
+from machinery.files import UserError, read_checksum, save_arrays
 from machinery.gather import (
     Found,
     accuracies,
+    by_models,
     print_accuracies,
     read_result,
     search_curves,
@@ -229,6 +231,32 @@ def test_one_seed_is_no_evidence_and_says_so():
     assert row[2:] == ["–", "1 against 2", "1", "-1", "–", "as claimed, on one seed"]
 
 
+def test_a_claim_of_being_as_good_fails_only_where_it_is_distinguishably_worse():
+    def again(fitness: float) -> dict[str, Any]:
+        return {"after": {"max_fitness": fitness, "coverage": 0.5, "qd_score": 1.0}}
+
+    for theirs, verdict in (
+        ([9.0, 12.0, 10.0], "not distinguishable from that, or better"),
+        ([5.0, 5.1, 5.0], "does not hold: worse"),
+        ([15.0, 15.1, 15.0], "not distinguishable from that, or better"),
+        ([5.0], "one seed does not say"),
+    ):
+        runs = [found("me", seed, reassess=again(10.0)) for seed in range(3)]
+        runs += [found("me-ls", seed, reassess=again(x)) for seed, x in enumerate(theirs)]
+        (row,) = [
+            row
+            for row in claims_table("halfcheetah-uni", runs).rows
+            if row[0] == "re-evaluated, the fittest of ME-LS is as fit as that of ME"
+        ]
+        assert row[1:3] == ["maximum fitness", "730 against 770"] and row[-1] == verdict
+
+
+def test_a_run_without_models_does_not_speak_for_those_that_have_some():
+    """Its plan may say something else about models."""
+    bare, taught = found("me-ls", 1), replace(found("me-ls", 0), training={"qdt": []})
+    assert by_models([taught, bare, found("me", 0)])["ME-LS"] is taught
+
+
 def test_claims_about_repertoires_are_of_the_second_look():
     metrics = lambda x: {"coverage": x, "max_fitness": 10 * x, "qd_score": 100 * x}  # noqa: E731
     runs = [
@@ -236,7 +264,8 @@ def test_claims_about_repertoires_are_of_the_second_look():
         for algo, shares in (("me", (0.40, 0.42)), ("me-ls", (0.50, 0.521)))
         for seed, share in enumerate(shares)
     ]
-    (row,) = claims_table("halfcheetah-uni", runs).rows
+    row, *others = claims_table("halfcheetah-uni", runs).rows
+    assert [other[1] for other in others] == ["QD score", "maximum fitness"]
     assert row[:4] == [
         "re-evaluated, ME-LS covers more than ME",
         "coverage",
@@ -312,15 +341,12 @@ def test_a_variant_is_compared_with_what_it_differs_from_in_one_thing():
 
 
 def test_a_variant_that_changes_nothing_is_left_out():
-    """With the tiny preset only the size of a batch differs from the paper's recipe."""
-    results = {
-        "repertoire": measured(9.0),
-        "qdt": measured(1.0),
-        "qdt-paper-bounded": measured(2.0),
-    }
-    tables = variant_tables("point-omni", [found("me-ls", 0, accuracy=results)])
-    ladder = next(table for table in tables if table.name == "ladder-point-omni").rows
-    assert [row[0] for row in ladder] == ["QDT(ME-LS, paper)", "QDT(ME-LS, paper-beginnings)"]
+    """On Ant-Omni no preset asks for demonstrators that are alike; tiny's recipe is the paper's."""
+    results = {"repertoire": measured(9.0), "qdt": measured(1.0), "qdt-paper-alike": measured(2.0)}
+    ran = found("me-ls", 0, preset="overnight", accuracy=results)
+    (ladder,) = variant_tables("ant-omni", [ran])
+    assert [row[0] for row in ladder.rows] == ["QDT(ME-LS, paper-noise)", "QDT(ME-LS)"]
+    assert not variant_tables("point-omni", [found("me-ls", 0, accuracy=results)])
 
 
 def test_reassessment_shows_both_repertoires_beside_the_papers():
@@ -522,6 +548,14 @@ def test_a_result_of_somebody_else_is_not_drawn(tmp_path: Path, content: Any):
         read_result(tmp_path / "accuracy.json")
 
 
-def test_a_result_is_read_from_beside_what_it_was_made_with(tmp_path: Path):
-    (tmp_path / "accuracy.json").write_text(json.dumps({"inputs": {}, "result": RIGHT}))
-    assert read_result(tmp_path / "accuracy.json") == RIGHT
+def test_a_result_of_what_was_made_again_since_is_not_drawn(tmp_path: Path):
+    model, result = tmp_path / "qdt" / "model.safetensors", tmp_path / "evaluation" / "accuracy.json"
+    for directory in (model.parent, result.parent):
+        directory.mkdir()
+    save_arrays(model, {"weight": np.zeros(2)})
+    inputs = {"qdt": read_checksum(model), "repertoire": "published without it"}
+    result.write_text(json.dumps({"inputs": inputs, "result": RIGHT}))
+    assert read_result(result) == RIGHT
+    save_arrays(model, {"weight": np.ones(2)})
+    with pytest.raises(UserError, match="measured before qdt was made again; `qdt evaluate accuracy"):
+        read_result(result)

@@ -31,13 +31,13 @@ from me_ls import RULES
 def settings(preset: str, model: str, algo: str = "me-ls") -> dict[str, Any]:
     """All that a model of the reproduction is made with: of its dataset and of its training."""
     recipe = recipes().get(model, reproduction.Recipe((algo,), None, {}))
+    plan = cli.plain(cli.PLANS.asked(cli.Asked(preset, algo=algo, seed=0)))  # as a run has it
     changes = {
         "dataset": reproduction.datasets().get(recipe.dataset or "", {}),
-        "train": recipe.train,
+        "train": reproduction.changes_of(recipe, plan) if model in recipes() else {},
     }
     changed = {name: reproduction.as_text(fields) for name, fields in changes.items()}
-    plan = cli.PLANS.asked(cli.Asked(preset, algo=algo, seed=0))  # as a run has it
-    plan = cli.PLANS.make(cli.plain(plan), changed)
+    plan = cli.PLANS.make(plan, changed)
     return {
         f"{stage}.{name}": value
         for stage in ("dataset", "train")
@@ -98,6 +98,27 @@ def test_the_papers_recipe_is_the_papers() -> None:
     sizes |= {"train.beginning_steps"}  # of which there are none
     assert ours["train.beginnings"] == 0
     assert {name for name in ours if ours[name] != paper[name]} == sizes
+
+
+@pytest.mark.parametrize(
+    ("preset", "task", "batch"),
+    [
+        ("laptop", "halfcheetah-uni", 12),
+        ("laptop", "ant-omni", 12),
+        ("overnight", "ant-omni", 12),
+        ("tiny", "point-omni", 16),
+        ("paper", "ant-omni", 256),
+    ],
+)
+def test_a_batch_without_beginnings_shows_as_many_steps(preset: str, task: str, batch: int) -> None:
+    """And where there are none anyway it is the preset's: the paper's recipe at the paper's size is it."""
+    plan = cli.PLANS.asked(cli.Asked(preset, task=task))
+    train, length = plan.train, plan.task.length
+    shown = train.batch_size * length + train.beginnings * train.beginning_steps
+    assert reproduction.changes_of(recipes()["qdt-paper"], cli.plain(plan))["batch_size"] == batch
+    assert 0 <= shown - batch * length < length
+    if preset == "paper":
+        assert model_like("qdt-paper", cli.plain(plan)) == reproduction.OWN
 
 
 def kept(models: Iterable[str], task: str) -> list[str]:
@@ -203,6 +224,12 @@ def test_seeds_are_numbers_and_ranges() -> None:
     assert parse_seeds("0-4") == [0, 1, 2, 3, 4]
     assert parse_seeds("7") == [7]
     assert parse_seeds("0, 2,5-6,2") == [0, 2, 5, 6]
+    with pytest.raises(UserError, match="more seeds than"):
+        parse_seeds("0-999999999")
+    # Unless they are named, none on which the preset was made.
+    assert reproduction.own_seeds("laptop", "ant-omni") == [2, 3, 4, 5, 6]
+    assert reproduction.own_seeds("laptop", "halfcheetah-uni") == [0, 1, 2, 3, 4]
+    assert reproduction.own_seeds("mine", "ant-omni") == [0]
     for wrong in ("", "a", "4-0", "1-", "-1", "1.5"):
         with pytest.raises(UserError, match="seeds are numbers"):
             parse_seeds(wrong)
@@ -224,6 +251,7 @@ def test_jobs_that_are_done_are_not_done_again_and_the_time_left_is_told(
     said = capsys.readouterr().out
     assert "1 of 4 jobs are done" in said and "[2/4] seed 1, me search; 3 jobs left" in said
     assert "[3/4] seed 2, me search; about 0:00 left" in said
+    times.write_text("[]")  # somebody's file
     do_jobs(jobs, done.__contains__, done.add, times)
     assert done == set(jobs)
     assert "2 of 4 jobs are done" in capsys.readouterr().out
