@@ -1,7 +1,7 @@
 """Search where an evaluation is a matter of luck: other answers than ME-LS.
 
-Section 2.3 of the paper names the first two and cites the study of the third. One episode may be lucky, and MAP-Elites never
-looks at an elite again: luck piles up. Each method has its own answer to that:
+Section 2.3 of the paper names the first two and cites the study of the third. One episode may be lucky,
+and MAP-Elites never looks at an elite again: luck piles up. Each method has its own answer to that:
 
     deep-grid          a cell holds many policies, and a newcomer always gets in: luck does not last
                        (Flageat & Cully 2020, Fast and stable MAP-Elites in noisy domains using deep grids)

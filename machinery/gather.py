@@ -186,7 +186,9 @@ def by_method(runs: Sequence[Found], experiment: str) -> dict[str, BySeed]:
 def by_models(runs: Sequence[Found]) -> dict[str, Found]:
     """By method: the run with the most models, whose plan says what all of them are."""
     return {
-        method: max((run for run in runs if run.method == method), key=lambda run: len(run.training))
+        method: max(
+            (run for run in runs if run.method == method), key=lambda run: len(run.training)
+        )
         for method in dict.fromkeys(run.method for run in runs)
     }
 

@@ -93,8 +93,8 @@ def draw_curves(runs: Sequence[Found]) -> Drawn:
                 levels[method] = float(np.mean([r["mean_distance"] for r in of_these]))
         drawn["training"] = (
             "Training: mean distance to the goals, lower is better, and maximum fitness, higher is better. "
-            "Mean and sample deviation over n seeds; dashed: the repertoires that they learned from, in the "
-            "same colour, as in table 1 (figures 5, 14).",
+            "Mean and sample deviation over n seeds; dashed: the repertoires that they learned from "
+            "(figures 5, 14).",
             plots.curves(training, "epoch", colours, {distance: levels}),
         )
     return drawn
@@ -234,7 +234,8 @@ def draw_generalization(runs: Sequence[Found]) -> Drawn:
         seed, result = min(results.items())
         drawn[f"generalization-{method.lower()}"] = (
             f"Generalization of {names[method]}, seed {seed}: datasets above, distance to each goal below, "
-            "lighter is nearer; every goal is asked for as it is; hatched: what was removed (figures 7, 13).",
+            "lighter is nearer; every goal is asked for as it is; hatched: what was removed "
+            "(figures 7, 13).",
             plots.generalization(
                 {how: r["density"] for how, r in result.items()},
                 result["all"]["goals"],

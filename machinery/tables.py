@@ -177,6 +177,7 @@ def elsewhere_table(task: str, runs: Sequence[Found]) -> Table:
 LOWER_IS_BETTER = {"distance": True, "spread": True} | dict.fromkeys(
     ("coverage", "max_fitness", "qd_score"), False
 )
+NAMES = {"max_fitness": "maximum fitness", "qd_score": "QD score"}
 
 
 def values_of(runs: Sequence[Found], method: str, quantity: str) -> dict[int, float]:
@@ -210,7 +211,7 @@ def claims_table(task: str, runs: Sequence[Found]) -> Table:
         rows.append(
             [
                 entry["claim"],
-                {"max_fitness": "maximum fitness", "qd_score": "QD score"}.get(entry["of"], entry["of"]),
+                NAMES.get(entry["of"], entry["of"]),
                 _against(theirs) if None not in theirs else "–",
                 _against(means),
                 str(len(common)),
@@ -226,7 +227,8 @@ def claims_table(task: str, runs: Sequence[Found]) -> Table:
         head,
         rows,
         f"{PAIRED} Of distance and spread lower is better, of coverage, maximum fitness and QD score "
-        "(re-evaluated) higher. “Holds” and “does not hold” are said only where the interval excludes zero.",
+        "(re-evaluated) higher. “Holds” and “does not hold” are said only where the interval excludes "
+        "zero.",
     )
 
 
@@ -323,7 +325,8 @@ def calibration_table(task: str, runs: Sequence[Found]) -> Table:
         f"Calibration on {task}: which target to ask for, searched for each goal; ours",
         [*head, "verdict", "spread", "calibrated"],
         rows,
-        f"On the episodes of table 1. {SEEDS} {LOWER} {PAIRED} No other row searched for targets; a second look (table 1) has ten further episodes of every policy.",
+        f"On the episodes of table 1. {SEEDS} {LOWER} {PAIRED} No other row searches for "
+        "targets; a second look (table 1) has ten further episodes of every policy.",
     )
 
 
@@ -350,9 +353,8 @@ def reassessment_table(task: str, runs: Sequence[Found]) -> Table:
         [*head, "spread, re-evaluated"],
         rows,
         "Mean ± sample deviation over seeds. Coverage, fitness and QD score: higher is better, and what "
-        "re-evaluation leaves of them counts; spread: lower is better. Fitness is by the printed equations, "
-        "and the offset of the QD score is ours. "
-        + departures(runs, "task", "search"),
+        "re-evaluation leaves of them counts; spread: lower is better. Fitness is by the printed "
+        "equations, and the offset of the QD score is ours. " + departures(runs, "task", "search"),
     )
 
 

@@ -629,7 +629,7 @@ def test_a_model_that_appears_while_an_experiment_plays_was_not_measured(
 
 
 def test_what_was_made_from_something_else_is_refused(copy: Callable[..., Path], run: Path) -> None:
-    """A model of another dataset, a dataset of another repertoire: they would be shown as if they fitted."""
+    """A model of another dataset, a dataset of another repertoire."""
     directory = copy("search", "dataset", "qdt")
     lineage = cli.open_run(directory)
     assert cli.do_train(lineage, {}) and not lineage.is_outdated("qdt")
