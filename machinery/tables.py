@@ -125,8 +125,13 @@ def accuracy_table(task: str, runs: Sequence[Found]) -> Table:
             row.append(mean_text(estimate([float(np.nanmean(d[mask])) for d in goals.values()])))
         rows.append(row)
     head = ["method", "seeds", "distance", "paper", "% of goals reached", "spread", "paper"]
+    explained = ""
     if mask is not None and some:
         head.append(f"distance to the {int(mask.sum())} of {len(mask)} goals that can be reached")
+        explained = (
+            "A goal can be reached if an episode of one of these repertoires, re-evaluated, ended in its "
+            "zone. "
+        )
     return Table(
         f"accuracy-{task}",
         f"Accuracy on {task} (table 1)",
@@ -135,7 +140,7 @@ def accuracy_table(task: str, runs: Sequence[Found]) -> Table:
         f"{SEEDS} {LOWER} A goal counts as reached if its ten episodes end, on average, no "
         f"farther than {good:.3g} from it, a distance that the paper calls good; higher is better. "
         "“Chosen after re-evaluation”: all policies of a repertoire play ten more episodes, and the one "
-        "that ends nearest is taken for each goal. "
+        f"that ends nearest is taken for each goal. {explained}"
         + departures(runs, "task", "search", "dataset", "train"),
     )
 
@@ -165,9 +170,9 @@ def elsewhere_table(task: str, runs: Sequence[Found]) -> Table:
         f"Accuracy elsewhere on {task}: goals for which no demonstrator was selected; ours",
         [*head, "spread"],
         rows,
-        "The goals of table 1 are the middles of the dataset's zones, as we read the paper: somebody was "
-        "selected to demonstrate each. Here are as many goals of another tessellation, most of them "
-        "between those. "
+        "Unless a dataset has zones of its own (`dataset.zones`), the goals of table 1 are the middles of "
+        "its zones, as we read the paper: somebody was selected to demonstrate each. Here are as many "
+        "goals of another tessellation, most of them between those. "
         f"{SEEDS} {LOWER} {PAIRED}",
     )
 
