@@ -21,7 +21,7 @@ from machinery.gather import (
     search_curves,
     training_curves,
 )
-from machinery.report import accuracy_rows, figures, write_report
+from machinery.report import accuracy_rows, draw_curves, figures, write_report
 from machinery.runs import write_plan
 from machinery.tables import (
     accuracy_table,
@@ -249,6 +249,18 @@ def test_a_claim_of_being_as_good_fails_only_where_it_is_distinguishably_worse()
             if row[0] == "re-evaluated, the fittest of ME-LS is as fit as that of ME"
         ]
         assert row[1:3] == ["maximum fitness", "730 against 770"] and row[-1] == verdict
+
+
+def test_the_dashed_level_is_of_the_seeds_that_learned():
+    """A repertoire without a model would move the line beside a curve it has no part in."""
+    taught, bare = (
+        found("me-ls", seed, accuracy={"repertoire": measured(far)})
+        for seed, far in ((0, 1.0), (1, 3.0))
+    )
+    rows = [{"epoch": x, "distance": 0.5, "max_fitness": x} for x in (1, 2)]
+    _, figure = draw_curves([replace(taught, training={"qdt": rows}), bare])["training"]
+    (level,) = (line for line in figure.axes[0].get_lines() if line.get_linestyle() == "--")
+    assert set(np.asarray(level.get_ydata())) == {1.0}
 
 
 def test_a_run_without_models_does_not_speak_for_those_that_have_some():
