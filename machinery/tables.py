@@ -247,8 +247,8 @@ def judge(difference: Estimate, lower_is_better: bool, alike: bool = False) -> s
     if alike:
         if len(difference.values) == 1:
             return "one seed does not say"
-        worse = difference.is_distinct and not as_claimed
-        return "does not hold: worse" if worse else "not distinguishable from that, or better"
+        better_or_worse = "better, even" if as_claimed else "does not hold: worse"
+        return better_or_worse if difference.is_distinct else "not distinguishable"
     if len(difference.values) == 1:
         return "as claimed, on one seed" if as_claimed else "not as claimed, on one seed"
     if not difference.is_distinct:
