@@ -121,12 +121,7 @@ class Run(runs.Run):
         made_for = data.meta.stage.get("task", task)  # unknown where it was imported
         if made_for != task:
             raise UserError(f"{directory} was made for another task: {made_for}, not {task}.")
-        is_ours = bool(data.meta.stage) and self.repertoire_path.exists()  # and was not imported
-        if is_ours and data.meta.repertoire != datasets.checksum_of(self.repertoire()):
-            raise UserError(
-                f"{directory} was played by another repertoire than {self.directory} holds; "
-                "remove it, and `qdt dataset` makes it again."
-            )
+        self.refuse_outdated(directory.name)
         return data
 
     def model(self, name: str | None = None) -> ConditionedPolicy:
@@ -193,7 +188,9 @@ def examine(run: Run, total: int, done: int, state: Any) -> dict[str, float]:
 def do_dataset(run: Run, changes: Changes, name: str | None = None) -> Dataset:
     with begin_stage(run, "dataset", name, changes) as run:
         plan, directory = run.plan, run.directory / variant("dataset", name)
+        run.refuse_outdated(directory.name)
         about = {"task": plan.task, "dataset": plan.dataset, "seed": plan.seed}
+        about |= run.made_from(directory.name, run.source_of_datasets())
         with open_stage(directory, about) as stage:
             count, length = plan.dataset.trajectories, plan.task.length
             tell(f"{directory.name}: {count:,} trajectories of {length} steps.")
@@ -215,15 +212,12 @@ def do_train(
             whole = Training(run.task, config, data, plan.seed)
             config = replace(config, steps_per_epoch=whole.steps_per_epoch)
         directory = run.directory / variant(config.model, name)
+        run.refuse_outdated(directory.name)
         about = {"train": config, "dataset": data_name, "prune": prune, "seed": plan.seed}
+        about |= run.made_from(directory.name, run.source_of_models(data_name))
         with open_stage(directory, about) as stage:
             path = directory / "model.safetensors"
             if path.exists():
-                if run.is_outdated(directory.name):
-                    raise UserError(
-                        f"{directory} learned from another dataset than is there now; "
-                        "remove it, and `qdt train` makes it again."
-                    )
                 tell(f"{directory.name}: the training in {run.directory} is finished.")
                 return run.model(directory.name)
             view = datasets.prune(data, prune, seed=plan.seed) if prune else None
@@ -241,7 +235,7 @@ def do_train(
                 check=qdt.refuse_divergence,
             )
             model = qdt.best_model(state)
-            save_arrays(path, model, {"dataset": run.dataset_checksum(data_name)})
+            save_arrays(path, model)
     return model
 
 
@@ -382,7 +376,7 @@ def reproduce(
         str | None,
         typer.Option(
             help="Such as 0-4 or 0,2. Those after the third get tables 1 and 5 unless --only names a part.",
-            show_default="0-4, on ant-omni 2-6; tiny and overnight: 0",
+            show_default="laptop: 0-4, on ant-omni 2-6; paper: 0-4; else 0",
         ),
     ] = None,
     only: Annotated[
@@ -410,7 +404,7 @@ def reproduce(
     names = [
         [name.strip() for name in (text or "").split(",") if text] for text in (only, searches)
     ]
-    named = PLANS.asked(Asked(preset, task=task)).task.task
+    named = PLANS.asked(Asked(preset, task=task, changes=changes)).task.task
     chosen = reproduction.parse_seeds(seeds) if seeds else reproduction.own_seeds(preset, named)
     jobs = reproduction.plan_jobs(chosen, *names)
     out = out or Path("runs") / f"reproduce-{named}"
@@ -661,6 +655,7 @@ def export(
     lineage = open_run(run)
     task, name = lineage.task, lineage.plan.train.model
     lineage.model()  # is there, and can be read
+    lineage.refuse_outdated(name)
     data = lineage.dataset(read_stage_config(run / name).get("dataset"))
     who = data.meta.selection
     about = pretrained.About(

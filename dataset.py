@@ -343,7 +343,9 @@ def _begin(
     task: Task, repertoire: Repertoire, config: DatasetConfig, seed: int, stage: Stage, path: Path
 ) -> Meta:
     """Who plays, and the shards that an earlier build has left."""
-    checksum = checksum_of(repertoire)
+    checksum = 0
+    for leaf in jax.tree.leaves(repertoire):
+        checksum = zlib.crc32(np.ascontiguousarray(leaf).data, checksum)
     if path.exists():
         meta = parse_meta(read_json(path), path)
         if (meta.config, meta.seed, meta.repertoire) != (config, seed, checksum):
@@ -366,13 +368,6 @@ def _begin(
     meta = Meta(FORMAT, Sizes.of(task), *bounds, seed, *about, each, shards=[])
     write_json(path, meta)
     return meta
-
-
-def checksum_of(repertoire: Repertoire) -> int:
-    checksum = 0
-    for leaf in jax.tree.leaves(repertoire):
-        checksum = zlib.crc32(np.ascontiguousarray(leaf).data, checksum)
-    return checksum
 
 
 def episodes_per_shard(trajectories: int, policies: int) -> int:

@@ -204,18 +204,9 @@ def load_arrays(path: Path, like: Any) -> tuple[Any, dict[str, Any]]:
 
 def read_checksum(path: Path) -> str:
     """The checksum that a file of `save_arrays` carries: equal for equal arrays."""
-    return _metadata(path).get("checksum", "")
-
-
-def read_note(path: Path) -> dict[str, Any]:
-    """The `about` of a file of `save_arrays`, without its arrays."""
-    return read_about(path, _metadata(path).get("about", "{}"))
-
-
-def _metadata(path: Path) -> dict[str, str]:
     try:
         with safe_open(path, framework="numpy") as file:
-            return file.metadata() or {}
+            return (file.metadata() or {}).get("checksum", "")
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot read {path}: {error}.") from None
 

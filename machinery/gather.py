@@ -68,7 +68,16 @@ class Found:
 
 def with_results(run: Found) -> Found:
     """A run with all that is in its directory."""
-    results = {p.stem: read_result(p) for p in sorted(run.directory.glob("evaluation/*.json"))}
+    results = {}
+    for path in sorted(run.directory.glob("evaluation/*.json")):
+        result = read_result(path)
+        if changed := made_again(path):
+            tell(
+                f"{path} is left out: {changed} was made again since; "
+                f"`qdt evaluate {path.stem} {run.directory}` measures it anew."
+            )
+        else:
+            results[path.stem] = result
     logs = {path.parent.name: path for path in sorted(run.directory.glob("*/metrics.jsonl"))}
     metrics = {name: read_metrics(path) for name, path in logs.items()}
     search = metrics.pop("search", [])
@@ -91,7 +100,7 @@ NEEDED: dict[str, dict[str, Any]] = {  # what the report reads of each experimen
     "accuracy": {"repertoire": ACCURACY, "*": ACCURACY},
     "elsewhere": {"*": ACCURACY},
     "calibrate": {"before": ACCURACY, "after": ACCURACY, "episodes": {}},
-    "generalize": {name: ACCURACY | {"density": {}} for name in ("all", "*")},
+    "generalize": {name: ACCURACY | {"density": {}, "emptied": {}} for name in ("all", "*")},
     "reassess": {"before": METRICS, "after": METRICS, "spread": {}, "reachable": {}},
     "reproducibility": {"descriptor": {}, "spread": {}, "path": {}},
 }
@@ -116,22 +125,19 @@ def read_result(path: Path) -> dict[str, Any]:
         raise UserError(
             f"{path} is not the result of an experiment; `qdt evaluate` makes it again."
         )
-    assert isinstance(content, dict) and isinstance(result, dict)
-    refuse_stale(path, content.get("inputs"))
+    assert isinstance(result, dict)
     return result
 
 
-def refuse_stale(path: Path, inputs: Any) -> None:
-    """A result of a repertoire or a model that was made again since. Published results stand alone."""
-    run = path.parent.parent
+def made_again(path: Path) -> str | None:
+    """What a result was measured on and has changed since. Published results have nothing beside them."""
+    inputs, run = read_json(path).get("inputs"), path.parent.parent
     for name, checksum in inputs.items() if isinstance(inputs, dict) else ():
         file = "search/repertoire" if name == "repertoire" else f"{name}/model"
         made = run / f"{file}.safetensors"
         if made.exists() and read_checksum(made) != checksum:
-            raise UserError(
-                f"{path} was measured before {made.parent.name} was made again; "
-                f"`qdt evaluate {path.stem} {run}` measures it anew."
-            )
+            return name
+    return None
 
 
 def gather(runs: Iterable[Found], methods: Sequence[str]) -> dict[str, list[Found]]:
@@ -191,6 +197,11 @@ def by_models(runs: Sequence[Found]) -> dict[str, Found]:
         )
         for method in dict.fromkeys(run.method for run in runs)
     }
+
+
+def main_models(runs: Sequence[Found]) -> dict[str, str]:
+    """By method: how its runs' own model is called."""
+    return {method: main_model(run) for method, run in by_models(runs).items()}
 
 
 def main_model(run: Found) -> str:

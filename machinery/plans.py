@@ -34,7 +34,8 @@ Changes = dict[str, dict[str, str]]  # by stage: fields and what the command lin
 
 @dataclass(frozen=True)
 class Plan:
-    """The settings of every stage. `preset` is a note: the settings are what counts."""
+    """The settings of every stage. `preset` is a note: the settings count, but those of a model of another
+    kind beside the plan's own come from the preset."""
 
     preset: str | None
     seed: int
@@ -96,6 +97,7 @@ class Planner:
             preset = preset or sections.get("preset")
             sound = isinstance(seed, int) and 0 <= seed < 2**31 and isinstance(preset, str | None)
             sound &= isinstance(algo, str) and isinstance(model, str)
+            sound &= isinstance(stored["task"].get("task"), str | None)
         except (KeyError, TypeError, ValueError):
             sound = False
         if not sound:
@@ -114,7 +116,7 @@ class Planner:
         known = stored["train"].get("model", model)
         if model != known and preset in presets():
             # What only this kind of model has is as in the preset: a plan of another kind does not hold it.
-            task = stored["task"].get("task")
+            task = changes.get("task", {}).get("task") or stored["task"].get("task")
             stored["train"] = preset_sections(preset, task)["train"] | stored["train"]
         stored["search"]["algo"], stored["train"]["model"] = algo, model
         configs = {

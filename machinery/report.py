@@ -20,9 +20,8 @@ from machinery.gather import (
     Found,
     accuracies,
     by_method,
-    by_models,
     is_main,
-    main_model,
+    main_models,
     paper,
     search_curves,
     training_curves,
@@ -229,7 +228,7 @@ def draw_again(runs: Sequence[Found]) -> Drawn:
 
 def draw_generalization(runs: Sequence[Found]) -> Drawn:
     task, drawn = runs[0].task, {}
-    names = {method: main_model(run) for method, run in by_models(runs).items()}
+    names = main_models(runs)
     for method, results in by_method(runs, "generalize").items():
         seed, result = min(results.items())
         drawn[f"generalization-{method.lower()}"] = (

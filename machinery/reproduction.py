@@ -121,12 +121,12 @@ def model_like(name: str, plan: Mapping[str, Any]) -> str:
         if name == OWN:
             return None, plan["train"]
         recipe = recipes()[name]
-        return dataset_like(recipe.dataset, plan), plan["train"] | changes_of(recipe, plan)
+        return dataset_like(recipe.dataset, plan), plan["train"] | training_changes(recipe, plan)
 
     return next(other for other in (OWN, *recipes()) if settings(other) == settings(name))
 
 
-def changes_of(recipe: Recipe, plan: Mapping[str, Any]) -> dict[str, Any]:
+def training_changes(recipe: Recipe, plan: Mapping[str, Any]) -> dict[str, Any]:
     """The fields in which a training differs from the run's own."""
     fields = {"model": "qdt"} | recipe.train
     if fields.get("beginnings") == 0:
@@ -137,8 +137,10 @@ def changes_of(recipe: Recipe, plan: Mapping[str, Any]) -> dict[str, Any]:
 def whole_trajectories(plan: Mapping[str, Any]) -> int:
     """How many make up a batch that shows as many steps as the plan's with its beginnings."""
     train = plan["train"]
-    further = train["beginnings"] * train["beginning_steps"] // plan["task"]["length"]
-    return train["batch_size"] + further
+    length = plan["task"]["length"]
+    return (
+        train["batch_size"] + train["beginnings"] * min(train["beginning_steps"], length) // length
+    )
 
 
 def all_searches() -> list[str]:
@@ -148,7 +150,7 @@ def all_searches() -> list[str]:
 
 
 def own_seeds(preset: str, task: str) -> list[int]:
-    """Those on which no setting was chosen."""
+    """Those that are made if none are named."""
     of_preset = content()["seeds"].get(preset, {"all": "0"})
     return parse_seeds(of_preset.get(task, of_preset["all"]))
 
@@ -325,7 +327,8 @@ class Maker:
         run = Run(directory, self.plans.stored(directory))
         if job.stage == "dataset":
             made = directory / variant("dataset", job.what)
-            return (made / "meta.json").exists() and self.is_as_planned(run, job, made)
+            is_made = (made / "meta.json").exists() and self.is_as_planned(run, job, made)
+            return is_made and not run.is_outdated(made.name)
         if job.stage == "train":
             name = run.plan.train.model if job.what == OWN else job.what
             made = directory / name
@@ -346,7 +349,11 @@ class Maker:
         """In which a variant's dataset or training differs from the run's own."""
         if job.stage == "dataset":
             return as_text(datasets().get(job.what, {}))
-        return {} if job.what == OWN else as_text(changes_of(recipes()[job.what], plain(run.plan)))
+        return (
+            {}
+            if job.what == OWN
+            else as_text(training_changes(recipes()[job.what], plain(run.plan)))
+        )
 
     def shown(self, run: Run, job: Job) -> str | None:
         """The dataset that a model learns from."""

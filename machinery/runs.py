@@ -29,7 +29,6 @@ from machinery.files import (
     load_arrays,
     read_checksum,
     read_json,
-    read_note,
     save_arrays,
     to_plain,
     write_json,
@@ -37,6 +36,8 @@ from machinery.files import (
 )
 
 PLAN = "plan.json"
+# Of experiments that once measured something else: results that do not say this are not up to date.
+MEASURED = {"generalize": "goals as they are"}
 
 
 def find_runs(directory: Path) -> list[Path]:
@@ -122,22 +123,56 @@ class Run:
             return [name for name in names if name == own or name in pruned]
         return [name for name in names if name not in pruned]
 
-    def dataset_checksum(self, name: str | None) -> int | None:
-        """Of a dataset as a whole, by its `meta.json`, which has the checksums of its shards."""
-        path = self.directory / variant("dataset", name) / "meta.json"
-        return zlib.crc32(path.read_bytes()) if path.exists() else None
+    def source_of_datasets(self) -> str | None:
+        """Which repertoire is there."""
+        return read_checksum(self.repertoire_path) if self.repertoire_path.exists() else None
 
-    def is_outdated(self, model: str) -> bool:
-        """Whether it learned from another dataset than is there now. Older models do not say."""
-        learned = read_note(self.directory / model / "model.safetensors").get("dataset")
-        there = self.dataset_checksum(read_stage_config(self.directory / model).get("dataset"))
-        return None not in (learned, there) and learned != there
+    def source_of_models(self, dataset: str | None) -> str | None:
+        """Which dataset is there: who plays in it, and the checksums of its shards."""
+        path = self.directory / variant("dataset", dataset) / "meta.json"
+        if not path.exists():
+            return None
+        meta = read_json(path)
+        parts = [meta.get(x) for x in ("repertoire", "selection", "shards")]
+        return f"{zlib.crc32(json.dumps(parts).encode()):08x}"
+
+    def is_outdated(self, stage: str) -> bool:
+        """Whether a dataset or a model was made from something else than is there now.
+
+        Those of earlier versions, and what was imported, do not say.
+        """
+        if not (self.directory / stage / "config.json").exists():
+            return False
+        config = read_stage_config(self.directory / stage)
+        is_dataset = f"{stage}-".startswith("dataset-")
+        there = (
+            self.source_of_datasets()
+            if is_dataset
+            else self.source_of_models(config.get("dataset"))
+        )
+        return None not in (config.get("made_from"), there) and config["made_from"] != there
+
+    def refuse_outdated(self, stage: str) -> None:
+        if self.is_outdated(stage):
+            made, source = self.directory / stage, "dataset"
+            if stage.startswith("dataset"):
+                source = "repertoire"
+            raise UserError(
+                f"{made} was made from another {source} than is there now; remove it to make it again."
+            )
+
+    def made_from(self, stage: str, source: str | None) -> dict[str, str]:
+        """What a stage's config says of its source; that of an earlier version says nothing."""
+        path = self.directory / stage / "config.json"
+        is_silent = path.exists() and "made_from" not in read_stage_config(path.parent)
+        return {} if source is None or is_silent else {"made_from": source}
 
     def inputs(self, experiment: str) -> dict[str, str]:
-        """What a result depends on: the checksums of repertoire and models."""
+        """What a result depends on: the checksums of repertoire and models, and how it is measured."""
         repertoire = {} if self.is_pretrained else {"repertoire": self.repertoire_path}
         models = {name: self.model_paths()[name] for name in self.models_for(experiment)}
-        return {name: read_checksum(path) for name, path in (repertoire | models).items()}
+        found = {name: read_checksum(path) for name, path in (repertoire | models).items()}
+        return found | ({"measured": MEASURED[experiment]} if experiment in MEASURED else {})
 
     def result_path(self, experiment: str) -> Path:
         return self.directory / "evaluation" / f"{experiment}.json"

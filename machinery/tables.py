@@ -19,10 +19,11 @@ from machinery.gather import (
     by_models,
     is_pruned,
     main_model,
+    main_models,
     paper,
     reachable_goals,
 )
-from machinery.reproduction import OWN, model_like, tables
+from machinery.reproduction import OWN, model_like, recipes, tables
 from machinery.statistics import (
     Estimate,
     difference_text,
@@ -203,10 +204,21 @@ def printed(task: str, method: str, quantity: str) -> float | None:
     return found[quantity][1] / (100 if quantity == "coverage" else 1) if found else None
 
 
+def made_as(name: str, runs: Sequence[Found]) -> str:
+    """The model with the settings of this one that is made: with some plans a variant changes nothing."""
+    for run in by_models(runs).values():
+        for directory in recipes():
+            if run.model_name(directory) == name:
+                like = model_like(directory, run.plan)
+                return main_model(run) if like == OWN else run.model_name(like)
+    return name
+
+
 def claims_table(task: str, runs: Sequence[Found]) -> Table:
     rows = []
     for entry in (*paper()["claims"], *paper()["questions"]):
-        one, other = (values_of(runs, entry[who], entry["of"]) for who in ("one", "other"))
+        names = [made_as(entry[who], runs) for who in ("one", "other")]
+        one, other = (values_of(runs, name, entry["of"]) for name in names)
         difference = paired(one, other)
         if not difference.values:
             continue
@@ -233,7 +245,7 @@ def claims_table(task: str, runs: Sequence[Found]) -> Table:
         rows,
         f"{PAIRED} Of distance and spread lower is better, of coverage, maximum fitness and QD score "
         "(re-evaluated) higher. “Holds” and “does not hold” are said only where the interval excludes "
-        "zero.",
+        "zero; of a claim to be as good, that it is not worse.",
     )
 
 
@@ -308,7 +320,7 @@ def variant_tables(task: str, runs: Sequence[Found]) -> list[Table]:
 
 
 def calibration_table(task: str, runs: Sequence[Found]) -> Table:
-    rows, names = [], {method: main_model(run) for method, run in by_models(runs).items()}
+    rows, names = [], main_models(runs)
     for method, results in by_method(runs, "calibrate").items():
         before, after = ({s: r[when] for s, r in results.items()} for when in ("before", "after"))
         difference = paired(_column(after, "mean_distance"), _column(before, "mean_distance"))
@@ -358,8 +370,8 @@ def reassessment_table(task: str, runs: Sequence[Found]) -> Table:
         [*head, "spread, re-evaluated"],
         rows,
         "Mean ± sample deviation over seeds. Coverage, fitness and QD score: higher is better, and what "
-        "re-evaluation leaves of them counts; spread: lower is better. Fitness is by the printed "
-        "equations, and the offset of the QD score is ours. " + departures(runs, "task", "search"),
+        "re-evaluation leaves of them counts; spread: lower is better. The offset of "
+        "the QD score is ours. " + departures(runs, "task", "search"),
     )
 
 
@@ -367,7 +379,7 @@ def reassessment_table(task: str, runs: Sequence[Found]) -> Table:
 
 
 def generalization_table(task: str, runs: Sequence[Found]) -> Table:
-    rows, names = [], {method: main_model(run) for method, run in by_models(runs).items()}
+    rows, names = [], main_models(runs)
     for method, seeds in by_method(runs, "generalize").items():
         everything = {s: r["all"] for s, r in seeds.items()}
         whole = _column(everything, "mean_distance")
@@ -400,8 +412,9 @@ def generalization_table(task: str, runs: Sequence[Found]) -> Table:
         rows,
         "density: this share of the trajectories in per cent, at random; tiles: every other tile of a "
         "4 × 4 chequerboard is left out; upper: the half with the larger last coordinate is left out. "
-        "Every model learns for as many steps and is asked for every goal as it is, also by the run's own "
-        "recipe where that would stay within what was shown; its best epoch is chosen on all goals. "
+        "Every model learns for as many steps, by the run's own recipe, which also chooses its best epoch "
+        "on all goals; then it is asked for every goal as it is, even where the recipe would stay within "
+        "what was shown. "
         f"{SEEDS} {LOWER} {PAIRED}",
     )
 
@@ -410,9 +423,9 @@ def _where_emptied(pruned: BySeed, measured: BySeed) -> Estimate:
     """Mean distance at the goals where a pruning left nothing, if there are any."""
     means = []
     for seed, result in pruned.items():
-        empty = np.array(result.get("emptied", []), bool)
-        if empty.any():
-            means.append(float(np.nanmean(np.array(measured[seed]["distance"], float)[empty])))
+        empty, far = np.array(result["emptied"], bool), np.array(measured[seed]["distance"], float)
+        if empty.shape == far.shape and empty.any():
+            means.append(float(np.nanmean(far[empty])))
     return estimate(means)
 
 

@@ -629,20 +629,31 @@ def test_a_model_that_appears_while_an_experiment_plays_was_not_measured(
 
 
 def test_what_was_made_from_something_else_is_refused(copy: Callable[..., Path], run: Path) -> None:
-    """A model of another dataset, a dataset of another repertoire."""
-    directory = copy("search", "dataset", "qdt")
+    """A dataset of another repertoire, a model of another dataset; those that do not say are taken."""
+    directory = copy("search")
+    for stage in ("dataset", "qdt"):
+        shutil.copytree(run / stage, directory / stage)
     lineage = cli.open_run(directory)
-    assert cli.do_train(lineage, {}) and not lineage.is_outdated("qdt")
-    about = json.loads((directory / "dataset" / "meta.json").read_text())
-    about["shards"][0]["left_out"] = {"diverged": 1}
-    (directory / "dataset" / "meta.json").write_text(json.dumps(about))
-    assert lineage.is_outdated("qdt")
-    with pytest.raises(UserError, match="learned from another dataset"):
-        cli.do_train(lineage, {})
-    about["repertoire"] += 1
-    (directory / "dataset" / "meta.json").write_text(json.dumps(about))
-    with pytest.raises(UserError, match="played by another repertoire"):
+    assert cli.do_train(lineage, {}) and lineage.dataset()
+
+    def change(file: str, edit: Callable[[Any], None]) -> str:
+        path = directory / file
+        before = path.read_text()
+        content = json.loads(before)
+        edit(content)
+        path.write_text(json.dumps(content))
+        return before
+
+    before = change("dataset/config.json", lambda x: x["config"].update(made_from="another"))
+    with pytest.raises(UserError, match="dataset was made from another repertoire than is there"):
         lineage.dataset()
+    (directory / "dataset" / "config.json").write_text(before)
+    change("dataset/meta.json", lambda x: x["shards"][0].update(left_out={"diverged": 99}))
+    for make in (lambda: cli.do_train(lineage, {}), lambda: cli.export(directory, directory)):
+        with pytest.raises(UserError, match="qdt was made from another dataset than is there now"):
+            make()
+    change("qdt/config.json", lambda x: x["config"].pop("made_from"))  # as it was before
+    assert cli.do_train(lineage, {})
 
 
 def test_a_model_of_another_configuration_is_refused(copy: Callable[..., Path], run: Path) -> None:

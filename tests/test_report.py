@@ -20,6 +20,7 @@ from machinery.gather import (
     read_result,
     search_curves,
     training_curves,
+    with_results,
 )
 from machinery.report import accuracy_rows, draw_curves, figures, write_report
 from machinery.runs import write_plan
@@ -358,6 +359,7 @@ def test_a_variant_that_changes_nothing_is_left_out():
     ran = found("me-ls", 0, preset="overnight", accuracy=results)
     ladder = variant_tables("ant-omni", [ran])[0]
     assert [row[0] for row in ladder.rows] == ["QDT(ME-LS, paper-noise)", "QDT(ME-LS)"]
+    results |= {"qdt-paper": measured(3.0), "qdt-paper-bounded": measured(4.0)}
     tiny = variant_tables("point-omni", [found("me-ls", 0, accuracy=results)])
     assert not [row for table in tiny for row in table.rows]
 
@@ -562,7 +564,9 @@ def test_a_result_of_somebody_else_is_not_drawn(tmp_path: Path, content: Any):
         read_result(tmp_path / "accuracy.json")
 
 
-def test_a_result_of_what_was_made_again_since_is_not_drawn(tmp_path: Path):
+def test_a_result_of_what_was_made_again_since_is_not_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     model, result = (
         tmp_path / "qdt" / "model.safetensors",
         tmp_path / "evaluation" / "accuracy.json",
@@ -572,9 +576,7 @@ def test_a_result_of_what_was_made_again_since_is_not_drawn(tmp_path: Path):
     save_arrays(model, {"weight": np.zeros(2)})
     inputs = {"qdt": read_checksum(model), "repertoire": "published without it"}
     result.write_text(json.dumps({"inputs": inputs, "result": RIGHT}))
-    assert read_result(result) == RIGHT
+    assert with_results(replace(found("me", 0), directory=tmp_path)).results == {"accuracy": RIGHT}
     save_arrays(model, {"weight": np.ones(2)})
-    with pytest.raises(
-        UserError, match="measured before qdt was made again; `qdt evaluate accuracy"
-    ):
-        read_result(result)
+    assert not with_results(replace(found("me", 0), directory=tmp_path)).results
+    assert "accuracy.json is left out: qdt was made again since" in capsys.readouterr().out

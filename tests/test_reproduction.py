@@ -34,7 +34,7 @@ def settings(preset: str, model: str, algo: str = "me-ls") -> dict[str, Any]:
     plan = cli.plain(cli.PLANS.asked(cli.Asked(preset, algo=algo, seed=0)))  # as a run has it
     changes = {
         "dataset": reproduction.datasets().get(recipe.dataset or "", {}),
-        "train": reproduction.changes_of(recipe, plan) if model in recipes() else {},
+        "train": reproduction.training_changes(recipe, plan) if model in recipes() else {},
     }
     changed = {name: reproduction.as_text(fields) for name, fields in changes.items()}
     plan = cli.PLANS.make(plan, changed)
@@ -115,7 +115,10 @@ def test_a_batch_without_beginnings_shows_as_many_steps(preset: str, task: str, 
     plan = cli.PLANS.asked(cli.Asked(preset, task=task))
     train, length = plan.train, plan.task.length
     shown = train.batch_size * length + train.beginnings * train.beginning_steps
-    assert reproduction.changes_of(recipes()["qdt-paper"], cli.plain(plan))["batch_size"] == batch
+    assert (
+        reproduction.training_changes(recipes()["qdt-paper"], cli.plain(plan))["batch_size"]
+        == batch
+    )
     assert 0 <= shown - batch * length < length
     if preset == "paper":
         assert model_like("qdt-paper", cli.plain(plan)) == reproduction.OWN
@@ -333,6 +336,21 @@ def test_a_reproduction_that_was_stopped_ends_with_the_files_of_one_that_was_not
     with lock(whole):
         assert reproduce(whole) == 1
     assert "is in use by another process" in capsys.readouterr().err
+
+    # What was made from something else is not done, nor a model of another dataset than its recipe names.
+    run = cli.open_run(whole / "seed-3" / "me")
+    asked = cli.Asked("tiny", changes=cli.changes_of(SMALL, cli.STAGES))
+    maker = reproduction.Maker(whole, asked, cli.PLANS, reproduction.Stages(*[cli.open_run] * 6))
+    own, variant = (Job("train", "me", 3, what) for what in ("own", "qdt-unfiltered"))
+    assert maker.is_done(own) and maker.is_done(variant)
+    with monkeypatch.context() as changing:
+        changing.setattr(reproduction, "dataset_like", lambda name, plan: None)
+        assert maker.is_done(own) and not maker.is_done(variant)
+    config = run.directory / "qdt" / "config.json"
+    kept = config.read_text()
+    config.write_text(kept.replace(run.source_of_models(None) or "", "another"))
+    assert not maker.is_done(own) and maker.is_done(variant)
+    config.write_text(kept)
 
     # A recipe that has changed since is not reported under its new name.
     changed = {"unfiltered": {"typical": False, "action_noise": 0.5}}
