@@ -26,9 +26,11 @@ EMPTY = "0.85"  # grey: nothing there
 
 
 def save(figure: Figure, path: Path) -> None:
+    """The same figure is the same file: a PDF does not say when it was made."""
+    undated = {"CreationDate": None} if path.suffix == ".pdf" else None
     with write_safely(path) as file:
         # Tight: a row of many maps would lose the upper edge of its titles.
-        figure.savefig(file, format=path.suffix[1:], dpi=150, bbox_inches="tight")
+        figure.savefig(file, format=path.suffix[1:], dpi=150, bbox_inches="tight", metadata=undated)
 
 
 def _panels(

@@ -6,6 +6,7 @@ The page opens without a network. Reads in this order: figures, the page.
 
 import base64
 import html
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ from machinery.gather import (
     training_curves,
 )
 from machinery.statistics import estimate
-from machinery.tables import Table, all_tables, csv, findings, latex, markdown
+from machinery.tables import Table, all_tables, csv, findings, is_text, latex, markdown
 
 # --- figures ----------------------------------------------------------------------------------------
 
@@ -297,16 +298,16 @@ def _runs_list(runs: Sequence[Found]) -> str:
 
 
 def _html_table(table: Table) -> str:
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in table.head)
-    rows = "".join("<tr>" + "".join(map(_html_cell, row)) + "</tr>" for row in table.rows)
+    sides = [' class="text"' if text else "" for text in is_text(table)]
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        inside = zip(cells, sides, strict=True)
+        return "".join(f"<{tag}{side}>{html.escape(cell)}</{tag}>" for cell, side in inside)
+
+    rows = "".join(f"<tr>{row(cells, 'td')}</tr>" for cells in table.rows)
+    note = re.sub("`(.+?)`", r"<code>\1</code>", html.escape(table.note))
     return (
         f"<h3>{html.escape(table.title)}</h3>"
-        + (f"<p>{html.escape(table.note)}</p>" if table.note else "")
-        + f"<table><tr>{head}</tr>{rows}</table>"
+        + (f"<p>{note}</p>" if note else "")
+        + f"<table><tr>{row(table.head, 'th')}</tr>{rows}</table>"
     )
-
-
-def _html_cell(cell: str) -> str:
-    """Numbers stay on one line, sentences do not."""
-    kind = ' class="text"' if len(cell) > 35 else ""
-    return f"<td{kind}>{html.escape(cell)}</td>"

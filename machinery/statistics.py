@@ -2,6 +2,7 @@
 
 Methods that share a seed are compared seed by seed: what a seed makes easy or hard for both falls out of
 the difference. Every interval is of one comparison by itself, not corrected for how many there are.
+Reads in this order: estimates, verdicts, text.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,16 +54,55 @@ def verdict(difference: Estimate, below: str = "lower", above: str = "higher") -
     return word if difference.is_distinct else "not distinguishable"
 
 
+# --- as text: as many digits as a deviation bears, which is two -------------------------------------
+
+
+def rounded(value: float, decimals: int, sign: str = "") -> str:
+    """With so many decimals; if negative, so many of its digits before the point are zeros."""
+    text = f"{round(value, decimals) + 0.0:{sign},.{max(decimals, 0)}f}"
+    return text.replace("-", "−")
+
+
+def significant(value: float, digits: int = 3) -> str:
+    return rounded(value, decimals_of(value, digits))
+
+
+def decimals_of(value: float, digits: int) -> int:
+    """How many decimals leave so many digits of a number."""
+    return digits - 1 - int(f"{value:.{digits - 1}e}".partition("e")[2]) if value else 0
+
+
 def mean_text(found: Estimate) -> str:
-    if not found.values:
+    """Of several values with their deviation."""
+    if len(found.values) < 2:
+        return significant(found.mean) if found.values else "–"
+    decimals = _bearable(found)
+    if decimals is None:
+        return f"{significant(found.mean)} ± 0"
+    return f"{rounded(found.mean, decimals)} ± {rounded(found.deviation, decimals)}"
+
+
+def interval_text(found: Estimate, sign: str = "") -> str:
+    if len(found.values) < 2:
         return "–"
-    more = f" ± {found.deviation:.2g}" if len(found.values) > 1 else ""
-    return f"{found.mean:.4g}{more}"
-
-
-def interval_text(found: Estimate) -> str:
-    return f"[{found.low:.3g}, {found.high:.3g}]" if len(found.values) > 1 else "–"
+    low, high = (rounded(end, _decimals(found), sign) for end in (found.low, found.high))
+    return f"[{low}, {high}]"
 
 
 def difference_text(found: Estimate) -> str:
-    return f"{found.mean:+.3g}" if found.values else "–"
+    return rounded(found.mean, _decimals(found), "+") if found.values else "–"
+
+
+def _decimals(found: Estimate) -> int:
+    """Of an interval and what it is of: no end is rounded to zero, so that each shows its side."""
+    decimals = _bearable(found)
+    if decimals is None:
+        return decimals_of(found.mean, 3)
+    smallest = min(abs(found.low), abs(found.high))
+    return max(decimals, decimals_of(smallest, 1)) if smallest < 0.5 * 10**-decimals else decimals
+
+
+def _bearable(found: Estimate) -> int | None:
+    """Decimals that leave the deviation two digits. None: there is none, but for what floats err."""
+    is_distinct = found.deviation > 1e-9 * abs(found.mean)
+    return decimals_of(found.deviation, 2) if is_distinct else None

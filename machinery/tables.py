@@ -31,6 +31,7 @@ from machinery.statistics import (
     interval_text,
     mean_text,
     paired,
+    significant,
     verdict,
 )
 
@@ -98,8 +99,12 @@ def _with_interval(found: Estimate) -> str:
     )
 
 
-def _pair(pair: Sequence[float] | None) -> str:
-    return f"{pair[0]:.4g} ± {pair[1]:.2g}" if pair else "–"
+def _printed_pair(pair: Sequence[float] | None) -> str:
+    """The paper's mean and deviation, with the digits that it prints."""
+    if not pair:
+        return "–"
+    decimals = max(2, *(len(str(x).partition(".")[2]) for x in pair))
+    return " ± ".join(f"{x:.{decimals}f}" for x in pair)
 
 
 # --- table 1 ----------------------------------------------------------------------------------------
@@ -117,10 +122,10 @@ def accuracy_table(task: str, runs: Sequence[Found]) -> Table:
             method + (f" ({diverged} episodes diverged)" if diverged else ""),
             str(len(results)),
             _with_interval(_estimate(results, "mean_distance")),
-            _pair(theirs.get("distance")),
+            _printed_pair(theirs.get("distance")),
             mean_text(near),
             _with_interval(_estimate(results, "mean_spread")),
-            _pair(theirs.get("spread")),
+            _printed_pair(theirs.get("spread")),
         ]
         if some:
             row.append(mean_text(estimate([float(np.nanmean(d[mask])) for d in goals.values()])))
@@ -250,7 +255,7 @@ def claims_table(task: str, runs: Sequence[Found]) -> Table:
 
 
 def _against(pair: Sequence[float | None]) -> str:
-    return " against ".join(f"{x:.3g}" for x in pair if x is not None)
+    return " against ".join(significant(x) for x in pair if x is not None)
 
 
 def judge(difference: Estimate, lower_is_better: bool, alike: bool = False) -> str:
@@ -359,7 +364,7 @@ def reassessment_table(task: str, runs: Sequence[Found]) -> Table:
             for j, when in enumerate(("before", "after")):
                 of_time = {seed: result[when] for seed, result in results.items()}
                 row.append(mean_text(_estimate(of_time, name, scale)))
-                row.append(f"{theirs[name][j]:.4g}" if theirs else "–")
+                row.append(f"{theirs[name][j]:,.0f}" if theirs else "–")
         rows.append([*row, mean_text(_estimate(results, "spread"))])
     head = ["method", "seeds"]
     for name in ("coverage %", "max fitness", "QD score"):
@@ -485,7 +490,7 @@ def _sentence(
     numbers = f"{name} of {_against(means)}"
     if count == 1:
         return f"On the only seed, {one} {does} {other}: {numbers}{paper_too}."
-    interval = f"95 % interval of the difference {difference.low:+.2g} to {difference.high:+.2g}"
+    interval = f"95 % interval of the difference {interval_text(difference, '+')}"
     basis = f"{numbers} ({interval}, {count} seeds{paper_too})"
     if not difference.is_distinct:
         return f"{one} and {other} are not distinguishable: {basis}."
@@ -495,21 +500,32 @@ def _sentence(
 # --- formats ----------------------------------------------------------------------------------------
 
 
+def is_text(table: Table) -> list[bool]:
+    """By column: whether it holds words, which begin on the left, or numbers, which end on the right."""
+    columns = zip(*table.rows, strict=True)
+    return [any(cell[:1].isalpha() for cell in column) for column in columns]
+
+
 def markdown(table: Table) -> str:
-    lines = [table.head, ["---"] * len(table.head), *table.rows]
+    sides = ["---" if text else "---:" for text in is_text(table)]
     title = f"**{table.title}.** {table.note}".strip()
+    lines = [table.head, sides, *table.rows]
     return "\n".join([title, "", *("| " + " | ".join(line) + " |" for line in lines)]) + "\n"
 
 
 def csv(table: Table) -> str:
-    quote = lambda cell: '"' + cell.replace('"', '""') + '"'  # noqa: E731
+    """For programs: a minus is the keyboard's."""
+    quote = lambda cell: '"' + cell.replace('"', '""').replace("−", "-") + '"'  # noqa: E731
     return "\n".join(",".join(map(quote, row)) for row in (table.head, *table.rows)) + "\n"
 
 
 def latex(table: Table) -> str:
-    clean = lambda cell: cell.replace("%", r"\%").replace("±", r"$\pm$").replace("–", "--")  # noqa: E731
-    rows = [" & ".join(map(clean, row)) + r" \\" for row in (table.head, *table.rows)]
-    body = [rows[0], r"\midrule", *rows[1:]]
-    start = rf"\begin{{tabular}}{{l{'c' * (len(table.head) - 1)}}}"
+    symbols = str.maketrans({"%": r"\%", "±": r"$\pm$", "−": "$-$", "–": "--"})
+    rows = [
+        " & ".join(cell.translate(symbols) for cell in row) + r" \\"
+        for row in (table.head, *table.rows)
+    ]
+    sides = "".join("l" if text else "r" for text in is_text(table))
+    body = [rf"\begin{{tabular}}{{{sides}}}", r"\toprule", rows[0], r"\midrule", *rows[1:]]
     title = f"% {table.title}. {table.note}".strip()
-    return "\n".join([title, start, r"\toprule", *body, r"\bottomrule", r"\end{tabular}"]) + "\n"
+    return "\n".join([title, *body, r"\bottomrule", r"\end{tabular}"]) + "\n"

@@ -71,7 +71,7 @@ def test_marked_tables_and_numbers_are_filled_in(tmp_path: Path) -> None:
     assert "Distance 0.67<!--" in filled and "(the paper: 0.73<!--" in filled
     assert "of one seed 4<!--" in filled and "in 12,345<!--" in filled
     assert "12.5 %<!--" in filled and "change −0.3<!--" in filled
-    assert "what stood here" not in filled and "| QDT(ME) | 2 | 2 ± 1.4" in filled
+    assert "what stood here" not in filled and "| QDT(ME) | 2 | 2.0 ± 1.4" in filled
     assert fill(filled, tmp_path, runs) == filled
     assert loose_numbers(filled) == []
 

@@ -7,10 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import cli
 import pgame_ls  # noqa: F401 - registers its rules
 from envs import make_task
+from machinery import plots
 from machinery.files import UserError, read_checksum, save_arrays
 from machinery.gather import (
     Found,
@@ -24,6 +27,7 @@ from machinery.gather import (
 )
 from machinery.report import accuracy_rows, draw_curves, figures, write_report
 from machinery.runs import write_plan
+from machinery.statistics import difference_text, estimate, interval_text, mean_text
 from machinery.tables import (
     accuracy_table,
     all_tables,
@@ -139,9 +143,9 @@ def test_accuracy_is_mean_deviation_and_interval_over_seeds_beside_the_papers():
     table = accuracy_table("halfcheetah-uni", runs)
     # Two seeds, 0.2 and 0.4: a deviation of 0.2/√2, and 12.7 = t(0.975, 1) times 0.1 around 0.3.
     assert table.rows == [
-        ["ME", "2", "0.3 ± 0.14 [-0.971, 1.57]", "0.1633 ± 0.0047", "25 ± 35",
-         "0.6 ± 0.28 [-1.94, 3.14]", "0.1545 ± 0.0045"],
-        ["QDT(ME)", "1", "0.15", "0.12 ± 0", "100", "0.3", "0.13 ± 0"],
+        ["ME", "2", "0.30 ± 0.14 [−0.97, 1.57]", "0.1633 ± 0.0047", "25 ± 35",
+         "0.60 ± 0.28 [−1.94, 3.14]", "0.1545 ± 0.0045"],
+        ["QDT(ME)", "1", "0.150", "0.12 ± 0.00", "100", "0.300", "0.13 ± 0.00"],
     ]  # fmt: skip
     assert "lower is better" in table.note and "no farther than 0.2" in table.note
 
@@ -157,6 +161,35 @@ def test_a_caption_says_what_is_not_the_papers_way():
     assert departures([paper], "task", "search", "train") == "Made with the paper's settings."
 
 
+@pytest.mark.parametrize(
+    ("values", "mean", "difference", "interval"),
+    [
+        ([3.0, 3.2, 3.1], "3.10 ± 0.10", "+3.10", "[2.85, 3.35]"),
+        ([529_000.0, 561_000.0], "545,000 ± 23,000", "+545,000", "[342,000, 748,000]"),
+        ([0.0698, 0.0697], "0.069750 ± 0.000071", "+0.069750", "[0.069115, 0.070385]"),
+        ([0.3 - 0.1, 0.4 - 0.2], "0.200 ± 0", "+0.200", "[0.200, 0.200]"),
+        ([18.5, 233.0, 45.0, 243.0, 115.5], "130 ± 100", "+131", "[2, 260]"),  # not [0, 260]
+        ([-31.26], "−31.3", "−31.3", "–"),
+        ([100.0, 100.0], "100 ± 0", "+100", "[100, 100]"),
+        ([], "–", "–", "–"),
+    ],
+)
+def test_a_mean_has_the_digits_that_its_deviation_bears(
+    values: list[float], mean: str, difference: str, interval: str
+):
+    found = estimate(values)
+    assert (mean_text(found), difference_text(found), interval_text(found)) == (
+        mean, difference, interval,
+    )  # fmt: skip
+
+
+@given(values=st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=5))
+def test_rounding_takes_no_more_than_a_tenth_of_the_deviation(values: list[float]):
+    found = estimate(values)
+    shown = float(mean_text(found).partition(" ")[0].replace("−", "-").replace(",", ""))
+    assert abs(shown - found.mean) <= max(0.1 * found.deviation, 0.005 * abs(found.mean))
+
+
 def test_goals_that_no_repertoire_reaches_are_told_apart():
     runs = [
         found(
@@ -166,7 +199,7 @@ def test_goals_that_no_repertoire_reaches_are_told_apart():
     ]
     table = accuracy_table("point-omni", runs)
     assert table.head[-1] == "distance to the 2 of 3 goals that can be reached"
-    assert table.rows == [["ME", "1", "5", "–", "0", "10", "–", "3"]]
+    assert table.rows == [["ME", "1", "5.00", "–", "0", "10.0", "–", "3.00"]]
 
 
 def test_episodes_that_diverged_are_told():
@@ -192,10 +225,10 @@ def test_a_repertoire_after_a_second_look_is_a_row_of_its_own():
     }
     table = accuracy_table("point-omni", [found("me", 0, accuracy=result)])
     assert [(row[0], row[2]) for row in table.rows] == [
-        ("ME", "2"),
-        ("ME, chosen after re-evaluation", "1"),
-        ("QDT(ME)", "3"),
-        ("MLP(ME)", "4"),
+        ("ME", "2.00"),
+        ("ME, chosen after re-evaluation", "1.00"),
+        ("QDT(ME)", "3.00"),
+        ("MLP(ME)", "4.00"),
     ]
 
 
@@ -229,7 +262,7 @@ def test_one_seed_is_no_evidence_and_says_so():
     """A QDT of seed 0 alone is compared with the repertoire of seed 0, not with the mean of all."""
     runs = [*compared([2.0], [1.0]), found("me", seed=1, accuracy={"repertoire": measured(8.0)})]
     (row,) = claims_table("point-omni", runs).rows
-    assert row[2:] == ["–", "1 against 2", "1", "-1", "–", "as claimed, on one seed"]
+    assert row[2:] == ["–", "1.00 against 2.00", "1", "−1.00", "–", "as claimed, on one seed"]
 
 
 def test_a_claim_of_being_as_good_fails_only_where_it_is_distinguishably_worse():
@@ -282,8 +315,8 @@ def test_claims_about_repertoires_are_of_the_second_look():
     assert row[:4] == [
         "re-evaluated, ME-LS covers more than ME",
         "coverage",
-        "0.55 against 0.43",
-        "0.51 against 0.41",
+        "0.550 against 0.430",
+        "0.510 against 0.410",
     ]
     assert row[-1] == "holds"
 
@@ -300,22 +333,21 @@ def test_the_report_begins_with_what_was_found():
 
     nearer, alike = findings("ant-omni", runs([3.0, 3.2, 3.1], [2.9, 3.3, 3.1]))
     assert nearer.startswith(
-        "ME-LS comes nearer to its goals than ME: a mean distance of 3.1 against 6.1"
+        "ME-LS comes nearer to its goals than ME: a mean distance of 3.10 against 6.10"
     )
     assert "3 seeds; the paper: 3.01 against 6.38" in nearer
-    assert alike.startswith("QDT(ME-LS) and ME-LS are not distinguishable: a mean distance of 3.1")
+    assert alike.startswith("QDT(ME-LS) and ME-LS are not distinguishable: a mean distance of 3.10")
     first, second = findings("point-omni", runs([3.0], [4.0]))
-    assert (
-        first
-        == "On the only seed, ME-LS comes nearer to its goals than ME: a mean distance of 3 against 6."
-    )
-    assert "does not come as near to its goals as ME-LS: a mean distance of 4 against 3." in second
+    nearer = "On the only seed, ME-LS comes nearer to its goals than ME: a mean distance of "
+    assert first == nearer + "3.00 against 6.00."
+    farther = "does not come as near to its goals as ME-LS: a mean distance of 4.00 against 3.00."
+    assert second.endswith(farther)
     played = [
         found(a, 0, reassess={"after": {"coverage": c}}) for a, c in (("me", 0.5), ("me-ls", 0.6))
     ]
     assert findings("halfcheetah-uni", played) == [
         "On the only seed, ME-LS covers more than ME: "
-        "a share of the cells, re-evaluated, of 0.6 against 0.5; the paper: 0.55 against 0.43."
+        "a share of the cells, re-evaluated, of 0.600 against 0.500; the paper: 0.550 against 0.430."
     ]
 
 
@@ -341,7 +373,7 @@ def test_a_variant_is_compared_with_what_it_differs_from_in_one_thing():
         "QDT(ME-LS)",
     ]
     assert ladder[0][5:] == ["–", "–", "–", "–"]
-    assert ladder[1][5:7] == ["QDT(ME-LS, paper)", "-1.01"] and ladder[1][-1] == "nearer"
+    assert ladder[1][5:7] == ["QDT(ME-LS, paper)", "−1.010"] and ladder[1][-1] == "nearer"
     # Compared with qdt-paper-typical and qdt-unfiltered, which were not made.
     assert (
         ladder[2][5:]
@@ -369,9 +401,9 @@ def test_reassessment_shows_both_repertoires_beside_the_papers():
     result = {"before": metrics(1.0), "after": metrics(0.5), "spread": 0.25}
     (row,) = reassessment_table("halfcheetah-uni", [found("me", 0, reassess=result)]).rows
     assert row[:2] == ["ME", "1"]
-    assert row[2:6] == ["100", "100", "50", "43"]
-    assert row[6:10] == ["10", "1226", "5", "770"]
-    assert row[10:] == ["100", "3.05e+06", "50", "1.17e+06", "0.25"]
+    assert row[2:6] == ["100", "100", "50.0", "43"]
+    assert row[6:10] == ["10.0", "1,226", "5.00", "770"]
+    assert row[10:] == ["100", "3,050,000", "50.0", "1,170,000", "0.250"]
 
 
 def test_calibration_shows_before_and_after_and_what_it_cost():
@@ -380,8 +412,8 @@ def test_calibration_shows_before_and_after_and_what_it_cost():
         for s, b, a in ((0, 4, 2), (1, 6, 2))
     ]
     assert calibration_table("point-omni", runs).rows == [
-        ["QDT(ME-LS)", "2", "1,200", "5 ± 1.4", "2 ± 0", "-3", "[-15.7, 9.71]", "not distinguishable",
-         "10 ± 2.8", "4 ± 0"]
+        ["QDT(ME-LS)", "2", "1,200", "5.0 ± 1.4", "2.00 ± 0", "−3.0", "[−15.7, 9.7]",
+         "not distinguishable", "10.0 ± 2.8", "4.00 ± 0"]
     ]  # fmt: skip
     assert not accuracy_table("point-omni", runs).rows  # whose rows had no further episodes
 
@@ -394,7 +426,7 @@ def test_goals_elsewhere_stand_beside_those_of_table_1():
     ]  # fmt: skip
     rows = elsewhere_table("point-omni", runs).rows
     assert [row[:2] for row in rows] == [["ME-LS", "2"], ["QDT(ME-LS)", "2"]]
-    assert rows[1][3:6] == ["1.5 ± 0.71", "+2", "[2, 2]"]
+    assert rows[1][3:6] == ["1.50 ± 0.71", "+2.00", "[2.00, 2.00]"]
     assert len(accuracy_table("point-omni", runs).rows) == 2  # they are not mixed
 
 
@@ -406,20 +438,20 @@ def test_generalization_counts_trajectories_and_looks_where_nothing_was_shown():
         "tiles": far | {"density": [[1000, 0], [0, 500]], "emptied": [False, True]},
     }
     assert generalization_table("point-omni", [found("me-ls", 0, generalize=result)]).rows == [
-        ["QDT(ME-LS)", "all", "1", "2,500", "900", "1", "–", "–", "–", "–", "–", "2"],
+        ["QDT(ME-LS)", "all", "1", "2,500", "900", "1.00", "–", "–", "–", "–", "–", "2.00"],
         [
             "QDT(ME-LS)",
             "tiles",
             "1",
             "1,500",
             "not recorded",
-            "3",
-            "+2",
+            "3.00",
+            "+2.00",
             "–",
             "farther, one seed",
-            "5",
-            "1.5",
-            "6",
+            "5.00",
+            "1.50",
+            "6.00",
         ],
     ]
 
@@ -530,16 +562,28 @@ def test_the_page_begins_with_the_findings_and_every_table_says_what_better_mean
     }  # fmt: skip
 
 
+def test_the_same_figure_is_the_same_file_whenever_it_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    files = [tmp_path / "a.pdf", tmp_path / "b.pdf"]
+    for path, second in zip(files, ("0", "1000000000"), strict=True):
+        monkeypatch.setenv("SOURCE_DATE_EPOCH", second)
+        point = plots.Points((1.0,), 1.0, np.nan, np.nan, None, "#555555")
+        plots.save(plots.seed_points({"distance": {"ME": point}}), path)
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
 def test_a_table_says_the_same_in_three_formats():
     runs = [found("me", s, accuracy={"repertoire": measured(s + 1)}) for s in range(2)]
     table = accuracy_table("point-omni", runs)._replace(head=list("abcdefg"))
-    cells = ["ME", "2", "1.5 ± 0.71 [-4.85, 7.85]", "–", "0 ± 0", "3 ± 1.4 [-9.71, 15.7]", "–"]
+    cells = ["ME", "2", "1.50 ± 0.71 [−4.85, 7.85]", "–", "0 ± 0", "3.0 ± 1.4 [−9.7, 15.7]", "–"]
     assert markdown(table).startswith(
         "**Accuracy on point-omni (table 1).** Mean ± sample deviation"
     )
     assert markdown(table).splitlines()[-1] == "| " + " | ".join(cells) + " |"
-    assert csv(table).splitlines()[1] == ",".join(f'"{cell}"' for cell in cells)
-    row = " & ".join(cells).replace("±", r"$\pm$").replace("–", "--") + r" \\"
+    for_programs = [cell.replace("−", "-") for cell in cells]
+    assert csv(table).splitlines()[1] == ",".join(f'"{cell}"' for cell in for_programs)
+    row = " & ".join(cells).replace("±", r"$\pm$").replace("–", "--").replace("−", "$-$") + r" \\"
     assert row in latex(table).splitlines()
 
 
