@@ -39,6 +39,13 @@ def test_every_number_of_the_results_is_computed_from_the_files_beside_it(
     )
 
 
+def test_the_readmes_table_is_computed_from_the_results() -> None:
+    page = RESULTS.parent / "README.md"
+    runs = cli.found_runs([RESULTS / task for task in TASKS if (RESULTS / task).exists()])
+    assert fill(page.read_text(), page.parent, runs) == page.read_text()
+    assert "<!-- distance on ant-omni: QDT(ME-LS) -->" in page.read_text()
+
+
 def test_the_tables_of_the_results_are_those_of_their_runs(
     page: Path, results: dict[str, list[Found]]
 ) -> None:
