@@ -215,7 +215,7 @@ def do_train(
         run.refuse_outdated(directory.name)
         about = {"train": config, "dataset": data_name, "prune": prune, "seed": plan.seed}
         about |= run.made_from(directory.name, run.source_of_models(data_name))
-        with open_stage(directory, about) as stage:
+        with lock(directory), open_stage(directory, about) as stage:
             path = directory / "model.safetensors"
             if path.exists():
                 tell(f"{directory.name}: the training in {run.directory} is finished.")
@@ -399,7 +399,10 @@ def reproduce(
     ] = None,
     set_: options.Set = None,
 ) -> None:
-    """All tables and figures: every search, dataset, model, variant and experiment, and the report."""
+    """All tables and figures: every search, dataset, model, variant and experiment, and the report.
+
+    Started several times, each on a core of its own, it shares the work.
+    """
     preset, changes = preset or "laptop", changes_of(set_, STAGES)
     names = [
         [name.strip() for name in (text or "").split(",") if text] for text in (only, searches)
@@ -411,8 +414,7 @@ def reproduce(
     stages = Stages(open_run, do_search, do_dataset, do_train, do_evaluate, report_all)
     maker = Maker(out, Asked(preset, task=task, changes=changes), PLANS, stages)
     needed = [job for job in jobs if maker.is_needed(job)]
-    with lock(out):
-        reproduction.do_jobs(needed, maker.is_done, maker.do, out / "times.json")
+    reproduction.do_jobs(needed, maker.is_done, maker.do, maker.claim, out / "times.json")
 
 
 def report_all(out: Path) -> None:

@@ -35,6 +35,10 @@ class UserError(Exception):
     """Something the user can put right. The command line prints it as one sentence."""
 
 
+class InUse(UserError):
+    """Another process holds it."""
+
+
 def cache_directory() -> Path:
     """For what can be made again: compiled programs."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -260,5 +264,5 @@ def lock(directory: Path) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise UserError(f"{directory} is in use by another process.") from None
+                raise InUse(f"{directory} is in use by another process.") from None
         yield

@@ -151,6 +151,14 @@ class Planner:
             raise UserError(f"{directory} is not a run directory: it has no {PLAN}.")
         return self.make(read_plan(directory))
 
+    def stored_alike(self, directory: Path, asked: Plan) -> Plan:
+        """The plan of a run, which must mean the same as what is asked for."""
+        stored = self.stored(directory)
+        there, here = ({**plain(plan), "preset": None} for plan in (stored, asked))
+        if difference := describe_difference(there, here):
+            raise UserError(f"{directory} was made with another plan: {difference}.")
+        return stored
+
     @contextmanager
     def begin_run(self, directory: Path, asked: Plan) -> Iterator[Plan]:
         """The plan of a run to work in: whoever comes first writes it, and all others must mean the same.
@@ -159,10 +167,7 @@ class Planner:
         """
         with lock(directory):
             if (directory / PLAN).exists():
-                stored = self.stored(directory)
-                there, here = ({**plain(plan), "preset": None} for plan in (stored, asked))
-                if difference := describe_difference(there, here):
-                    raise UserError(f"{directory} was made with another plan: {difference}.")
+                stored = self.stored_alike(directory, asked)
             else:
                 stored = asked
                 write_plan(directory, plain(asked))
@@ -178,14 +183,20 @@ class Planner:
     def begin_stage(
         self, directory: Path, plan: Plan, section: str, name: str | None, changes: Changes
     ) -> Iterator[Plan]:
-        """The plan with changes to a stage that has not begun; a named variant has changes of its own."""
+        """The plan with changes to a stage that has not begun.
+
+        A named variant has changes of its own and leaves the run's plan alone: several may be made at once.
+        """
         changed = self.make(plain(plan), changes)
+        if name is not None:
+            yield changed
+            return
         with lock(directory):
             # A model of another kind beside the run's own is a variant, too: it has a directory of its own.
             kinds = {plan.train.model, changed.train.model}
             stages = {"dataset"} if section == "dataset" else kinds
             configs = [directory / stage / "config.json" for stage in stages]
-            new = name is None and not any(config.exists() for config in configs)
+            new = not any(config.exists() for config in configs)
             amended = changed != plan and new
             if amended:
                 write_plan(directory, plain(changed))

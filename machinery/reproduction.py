@@ -10,13 +10,14 @@ import functools
 import re
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from machinery.driver import tell, time_text
-from machinery.files import UserError, read_json, write_json
+from machinery.files import InUse, UserError, lock, read_json, write_json
 from machinery.plans import Asked, Plan, Planner, plain
 from machinery.runs import PLAN, Run, read_stage_config, variant
 
@@ -240,33 +241,78 @@ def _jobs_of_seed(seed: int, chosen: Sequence[Part], algos: Sequence[str]) -> li
 
 # --- doing them ---------------------------------------------------------------------------------------
 
+STAGES = ("search", "dataset", "train", "evaluate", "report")
+PATIENCE = 1.0  # seconds until somebody who waits for other processes looks again
+
+
+def comes_after(job: Job, other: Job) -> bool:
+    """Whether a job needs what the other makes: the earlier stages of its run; the report, everything."""
+    if job.stage == "report":
+        return other.stage != "report"
+    own_first = job.stage == other.stage == "train" and job.what != OWN == other.what
+    is_earlier = STAGES.index(other.stage) < STAGES.index(job.stage)
+    return (job.algo, job.seed) == (other.algo, other.seed) and (is_earlier or own_first)
+
 
 def do_jobs(
     jobs: Sequence[Job],
     is_done: Callable[[Job], bool],
     do: Callable[[Job], None],
+    claim: Callable[[Job], AbstractContextManager[bool]],
     times: Path,
 ) -> None:
     """Does what is not done, in order, and says what is done, what is running, what is left and how long.
 
-    How long jobs of each kind took is kept in `times`: the time left is what those of the same kind took.
-    Whether a job is done is asked again when its turn comes: a new model makes experiments stale.
+    Several processes may do so at once: `claim` holds a job if nobody else does. Who finds nothing to do
+    waits for what others make, and leaves once only the report comes after it. Whether a job is done is
+    asked when what it needs is done: a new model makes experiments stale. `times` keeps how long each kind
+    of job took.
     """
-    noted = read_json(times) if times.exists() else {}
-    sound = isinstance(noted, dict) and all(isinstance(x, float | int) for x in noted.values())
-    known: dict[str, float] = noted if sound else {}  # somebody's file: times are measured again
-    were_done = [is_done(job) for job in jobs]
-    tell(f"{sum(were_done)} of {len(jobs)} jobs are done.")
-    for i, job in enumerate(jobs):
-        if is_done(job):
-            continue
-        later = zip(jobs[i + 1 :], were_done[i + 1 :], strict=True)
-        left = [job, *(other for other, was_done in later if not was_done)]
-        tell(f"\n[{i + 1}/{len(jobs)}] {job.title}; {time_left(left, known)} left")
-        began = time.monotonic()
-        do(job)
-        known[job.kind] = round(time.monotonic() - began, 1)
-        write_json(times, known)
+    needs = {job: {other for other in jobs if comes_after(job, other)} for job in jobs}
+    done: set[Job] = set()
+
+    def look_again() -> list[Job]:
+        for job in jobs:
+            if job not in done and needs[job] <= done and is_done(job):
+                done.add(job)
+        return [job for job in jobs if job not in done]
+
+    left = look_again()
+    tell(f"{len(done)} of {len(jobs)} jobs are done.")
+    while left:
+        for job in left:
+            if not needs[job] <= done:
+                continue
+            with claim(job) as is_mine:
+                if not is_mine:
+                    continue
+                if not is_done(job):  # somebody may just have done it
+                    expected = time_left(left, read_times(times))
+                    tell(f"\n[{len(done) + 1}/{len(jobs)}] {job.title}; {expected} left")
+                    began = time.monotonic()
+                    do(job)
+                    note_time(times, job, time.monotonic() - began)
+            done.add(job)
+            break
+        else:
+            if all(needs[job] <= done or job.stage == "report" for job in left):
+                tell("Other processes are making what is left.")
+                return
+            time.sleep(PATIENCE)
+        left = look_again()
+
+
+def note_time(path: Path, job: Job, seconds: float) -> None:
+    """Unless another process notes one just now: it only helps to tell the time left."""
+    with suppress(InUse), lock(path.parent):
+        write_json(path, read_times(path) | {job.kind: round(seconds, 1)})
+
+
+def read_times(path: Path) -> dict[str, float]:
+    """In seconds, by kind of job. Nothing of somebody else's file: times are measured again."""
+    noted = read_json(path) if path.exists() else {}
+    is_sound = isinstance(noted, dict) and all(isinstance(x, float | int) for x in noted.values())
+    return noted if is_sound else {}
 
 
 def time_left(jobs: Sequence[Job], known: Mapping[str, float]) -> str:
@@ -322,8 +368,8 @@ class Maker:
         if job.stage == "report" or not (directory / PLAN).exists():
             return False
         if job.stage == "search":
-            with self.plans.begin_run(directory, self.plan(job)) as plan:
-                return Run(directory, plan).repertoire_path.exists()
+            plan = self.plans.stored_alike(directory, self.plan(job))
+            return Run(directory, plan).repertoire_path.exists()
         run = Run(directory, self.plans.stored(directory))
         if job.stage == "dataset":
             made = directory / variant("dataset", job.what)
@@ -360,6 +406,18 @@ class Maker:
         if job.what == OWN:
             return None
         return dataset_like(recipes()[job.what].dataset, plain(run.plan))
+
+    @contextmanager
+    def claim(self, job: Job) -> Iterator[bool]:
+        """Whether no other process is at it; until the end of this, none will be."""
+        name = "-".join(["job", str(job.seed), *job.kind.split()])
+        with ExitStack() as held:
+            try:
+                held.enter_context(lock(self.out / ".claims" / name))
+            except InUse:
+                yield False
+                return
+            yield True
 
     def do(self, job: Job) -> None:
         if job.stage == "search":

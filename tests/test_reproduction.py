@@ -1,7 +1,12 @@
 """What is made for the tables and figures: the table of variants, and the list of jobs."""
 
+import threading
+import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +19,7 @@ import pgame_ls  # noqa: F401 - registers its rules
 from evaluate import EXPERIMENTS
 from machinery import machine, reproduction
 from machinery.config import presets
-from machinery.files import UserError, lock, read_checksum
+from machinery.files import InUse, UserError, lock, read_checksum
 from machinery.reproduction import (
     Job,
     dataset_like,
@@ -238,6 +243,11 @@ def test_seeds_are_numbers_and_ranges() -> None:
             parse_seeds(wrong)
 
 
+def alone(job: Job) -> AbstractContextManager[bool]:
+    """The claim of the only process."""
+    return nullcontext(True)
+
+
 def test_jobs_that_are_done_are_not_done_again_and_the_time_left_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -250,12 +260,12 @@ def test_jobs_that_are_done_are_not_done_again_and_the_time_left_is_told(
         done.add(job)
 
     with pytest.raises(UserError):
-        do_jobs(jobs, done.__contains__, fail_at_two, times)
+        do_jobs(jobs, done.__contains__, fail_at_two, alone, times)
     said = capsys.readouterr().out
     assert "1 of 4 jobs are done" in said and "[2/4] seed 1, me search; 3 jobs left" in said
     assert "[3/4] seed 2, me search; about 0:00 left" in said
     times.write_text("[]")  # somebody's file
-    do_jobs(jobs, done.__contains__, done.add, times)
+    do_jobs(jobs, done.__contains__, done.add, alone, times)
     assert done == set(jobs)
     assert "2 of 4 jobs are done" in capsys.readouterr().out
 
@@ -274,8 +284,62 @@ def test_an_experiment_is_made_again_once_there_are_further_models(tmp_path: Pat
         else:
             measured.append([*models])
 
-    do_jobs(jobs, is_done, do, tmp_path / "times.json")
+    do_jobs(jobs, is_done, do, alone, tmp_path / "times.json")
     assert measured == [["own"], ["own", "mlp"]]
+
+
+def test_processes_share_the_jobs_and_none_begins_before_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads in place of processes: the system's locks hold between them, too."""
+    monkeypatch.setattr(reproduction, "PATIENCE", 0.01)
+    jobs = plan_jobs([0, 1], ["table-1", "demonstrations"], ["me", "me-ls"])
+    done: set[Job] = set()
+    begun: list[tuple[str, Job]] = []
+    stages = reproduction.Stages(*[cli.open_run] * 6)
+    maker = reproduction.Maker(tmp_path, cli.Asked("tiny"), cli.PLANS, stages)
+
+    def do(job: Job) -> None:
+        of_run = [other for other in jobs if (other.algo, other.seed) == (job.algo, job.seed)]
+        needed = jobs[:-1] if job.stage == "report" else of_run
+        order = ["search", "dataset", "train", "evaluate", "report"]
+        earlier = {x for x in needed if order.index(x.stage) < order.index(job.stage)}
+        assert earlier <= done
+        begun.append((threading.current_thread().name, job))
+        time.sleep(0.02)
+        done.add(job)
+
+    def work() -> None:
+        is_done = lambda job: job.stage != "report" and job in done  # noqa: E731
+        do_jobs(jobs, is_done, do, maker.claim, tmp_path / "times.json")
+
+    with ThreadPoolExecutor(3) as pool:
+        for worker in [pool.submit(work) for _ in range(3)]:
+            worker.result()
+    made = [job for _, job in begun if job.stage != "report"]
+    assert len(made) == len(set(made)) and {*made, jobs[-1]} == set(jobs) == done
+    assert len({name for name, _ in begun}) > 1
+
+
+def test_who_finds_nothing_but_what_others_do_leaves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = [Job("search", "me", 0), Job("report")]
+    do_jobs(jobs, lambda job: False, pytest.fail, lambda job: nullcontext(False), tmp_path / "t")
+    assert "0 of 2 jobs are done.\nOther processes are" in capsys.readouterr().out
+
+
+def test_variants_of_one_run_may_be_made_at_once_but_not_what_its_plan_is_about(
+    tmp_path: Path,
+) -> None:
+    plan = cli.PLANS.asked(cli.Asked("tiny"))
+    begin = partial(cli.PLANS.begin_stage, tmp_path, plan, "train")
+    changes = {"train": {"width": "16"}}
+    with cli.PLANS.begin_run(tmp_path, plan), begin("narrow", changes) as narrow:
+        assert narrow.train.width == 16
+        with begin("again", {}), pytest.raises(InUse), begin(None, {}):
+            pass
+    assert cli.PLANS.stored(tmp_path) == plan
 
 
 def test_the_time_left_is_what_jobs_of_the_same_kind_took() -> None:
@@ -333,9 +397,9 @@ def test_a_reproduction_that_was_stopped_ends_with_the_files_of_one_that_was_not
         in capsys.readouterr().err
     )
 
-    with lock(whole):
-        assert reproduce(whole) == 1
-    assert "is in use by another process" in capsys.readouterr().err
+    with lock(whole / ".claims" / "job-0-report"):
+        assert reproduce(whole) == 0
+    assert "Other processes are making what is left." in capsys.readouterr().out
 
     # What was made from something else is not done, nor a model of another dataset than its recipe names.
     run = cli.open_run(whole / "seed-3" / "me")
