@@ -5,6 +5,7 @@ the difference. Every interval is of one comparison by itself, not corrected for
 Reads in this order: estimates, verdicts, text.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -69,7 +70,9 @@ def significant(value: float, digits: int = 3) -> str:
 
 def decimals_of(value: float, digits: int) -> int:
     """How many decimals leave so many digits of a number."""
-    return digits - 1 - int(f"{value:.{digits - 1}e}".partition("e")[2]) if value else 0
+    if value == 0 or not math.isfinite(value):
+        return 0
+    return digits - 1 - int(f"{value:.{digits - 1}e}".partition("e")[2])
 
 
 def mean_text(found: Estimate) -> str:
@@ -78,7 +81,7 @@ def mean_text(found: Estimate) -> str:
         return significant(found.mean) if found.values else "–"
     decimals = _bearable(found)
     if decimals is None:
-        return f"{significant(found.mean)} ± 0"
+        return f"{significant(found.mean)} ± {rounded(found.deviation, 0)}"
     return f"{rounded(found.mean, decimals)} ± {rounded(found.deviation, decimals)}"
 
 

@@ -172,6 +172,7 @@ def test_a_caption_says_what_is_not_the_papers_way():
         ([-31.26], "−31.3", "−31.3", "–"),
         ([100.0, 100.0], "100 ± 0", "+100", "[100, 100]"),
         ([], "–", "–", "–"),
+        ([1.0, np.nan], "nan ± nan", "+nan", "[nan, nan]"),  # all episodes of a seed diverged
     ],
 )
 def test_a_mean_has_the_digits_that_its_deviation_bears(
