@@ -201,7 +201,7 @@ def test_a_rule_of_ones_own(tmp_path: Path) -> None:
     small = settings([*SMALL_QDT, "task.length=6"])
     run = whole_pipeline(tmp_path, "--algo", "me-gentle", *small)
     page = (tmp_path / "report" / "report.html").read_text()
-    assert "<td>ME-Gentle</td>" in page and "<td>QDT(ME-Gentle)</td>" in page
+    assert ">ME-Gentle</td>" in page and ">QDT(ME-Gentle)</td>" in page
     assert "ME-Gentle, seed 0" in page
     figures = drawn(run)
     assert colours(figures["search"]) == colours(figures["training"]) == {"#123456"}
@@ -242,7 +242,7 @@ def test_a_model_of_ones_own(tmp_path: Path, optimiser: str) -> None:
     opened = cli.open_run(run)
     assert isinstance(opened.model(), Linear) and opened.plan.train.ridge == 0.01
     page = (tmp_path / "report" / "report.html").read_text()
-    assert "<td>Linear(ME-LS)</td>" in page and "QDT" not in page.replace("QDT training", "")
+    assert ">Linear(ME-LS)</td>" in page and "QDT" not in page.replace("QDT training", "")
     assert colours(drawn(run)["training"]) == {me_ls.RULES["me-ls"].colour}
     result = read_json(run / "evaluation" / "accuracy.json")["result"]["linear"]
     goals = np.array(result["goals"])
