@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,10 +84,17 @@ def _sync(path: Path) -> None:
 # --- JSON -------------------------------------------------------------------------------------------
 
 
+# What stands in a list without lists, objects or strings. A string holds no line break.
+ROW = re.compile(r'\[\n\s+([^][{}"]+?)\n\s+\]')
+
+
 def write_json(path: Path, content: Any) -> None:
+    """With a row of numbers on one line."""
     if is_writer():
+        text = json.dumps(content, indent=2, default=to_plain)
+        text = ROW.sub(lambda row: f"[{' '.join(row[1].split())}]", text)
         with write_safely(path) as file:
-            file.write(json.dumps(content, indent=2, default=to_plain).encode() + b"\n")
+            file.write(text.encode() + b"\n")
 
 
 def read_json(path: Path) -> Any:

@@ -396,6 +396,33 @@ def test_json_that_is_missing_or_too_large_is_one_sentence(
         files.read_json(tmp_path / "file.json")
 
 
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text('[]{}",\\\n 1a'),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text('[] "\n'), inner),
+)
+
+
+@given(content=JSON)
+@example(content={"a": ["[\n 1,\n 2\n]", [1, 2, [3, None]]]})
+def test_json_reads_as_what_was_written(
+    content: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.json"
+    files.write_json(path, content)
+    assert files.read_json(path) == content
+
+
+def test_a_row_of_numbers_is_a_row_in_json(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    files.write_json(path, {"points": np.array([[1.5, 2.0], [3.0, 4.0]]), "names": ["a", "b"]})
+    lines = path.read_text().splitlines()
+    assert lines[2:4] == ["    [1.5, 2.0],", "    [3.0, 4.0]"] and '    "a",' in lines
+
+
 def test_arrays_and_configs_are_plain_in_json(tmp_path: Path) -> None:
     content = {"x": jnp.arange(3), "n": np.float32(0.5), "config": envs.TaskConfig("point-omni", 5)}
     files.write_json(tmp_path / "file.json", content)
