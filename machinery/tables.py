@@ -295,12 +295,14 @@ def variant_tables(task: str, runs: Sequence[Found]) -> list[Table]:
             }
             if not any(results[row.model] for row in table.rows if like[row.model] != OWN):
                 continue
+            called: dict[str, str] = {}  # what is made once has the name of its first row
             for row in table.rows:
                 if not results[row.model] or (row.against and like[row.model] == like[row.against]):
                     continue
                 distance = _column(results[row.model], "mean_distance")
                 base = _column(results.get(row.against or "", {}), "mean_distance")
                 difference = paired(distance, base)
+                called.setdefault(like[row.model], name_of(row.model))
                 rows.append(
                     [
                         name_of(row.model),
@@ -308,7 +310,7 @@ def variant_tables(task: str, runs: Sequence[Found]) -> list[Table]:
                         str(len(distance)),
                         _with_interval(estimate(list(distance.values()))),
                         mean_text(_estimate(results[row.model], "mean_spread")),
-                        name_of(row.against) if row.against and base else "–",
+                        called[like[row.against]] if row.against and base else "–",
                         difference_text(difference),
                         interval_text(difference),
                         verdict(difference, "nearer", "farther"),

@@ -392,6 +392,7 @@ def test_a_variant_that_changes_nothing_is_left_out():
     ran = found("me-ls", 0, preset="overnight", accuracy=results)
     ladder = variant_tables("ant-omni", [ran])[0]
     assert [row[0] for row in ladder.rows] == ["QDT(ME-LS, paper-noise)", "QDT(ME-LS)"]
+    assert ladder.rows[1][5] == "QDT(ME-LS, paper-noise)"  # the same model, by the name it has here
     results |= {"qdt-paper": measured(3.0), "qdt-paper-bounded": measured(4.0)}
     tiny = variant_tables("point-omni", [found("me-ls", 0, accuracy=results)])
     assert not [row for table in tiny for row in table.rows]
