@@ -299,6 +299,9 @@ def _runs_list(runs: Sequence[Found]) -> str:
 
 def _html_table(table: Table) -> str:
     sides = [' class="text"' if text else "" for text in is_text(table)]
+    for i, column in enumerate(zip(*table.rows, strict=True)):
+        if max(map(len, column)) > 35:  # a sentence may take several lines, a name or a number not
+            sides[i] = ' class="sentence"'
 
     def row(cells: Sequence[str], tag: str) -> str:
         inside = zip(cells, sides, strict=True)
